@@ -1,0 +1,1 @@
+"""The gateway: checks, tokenizes, places, streams and retries requests. Knows no tensors."""
