@@ -1,0 +1,289 @@
+"""The decode role: promises blocks, takes over handoffs, generates, streams.
+
+In colocated mode (role ``BOTH``) it also computes contexts itself; that is the scheduler's ability,
+this module only lets requests in by another door (`submit`).
+
+It knows routers' calls and tickets; what is computed next is the scheduler's business, how KV arrives
+the receiver's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from common.config import TransferConfig, WorkerConfig
+from common.errors import BatonError, DeadlineError, DrainingError, InvalidRequestError, RequestCancelledError
+from common.lifecycle import Tasks
+from common.messages import (
+    Finish,
+    FinishReason,
+    GenerationRequest,
+    HandoffCommit,
+    Ticket,
+    TokenBatch,
+    TokenDelta,
+    WorkerEvent,
+    WorkerInfo,
+    WorkerLedger,
+    WorkerLoad,
+    WorkerState,
+)
+from common.metrics import WorkerMetrics
+from decode_worker.ports import KVReceiver
+from decode_worker.reservation import Reservations
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.streams import RouterStreams, gone
+from engine.blocks import BlockPool
+from engine.loop import EngineLoop
+from engine.plan import Executor, StepPlan
+from engine.reporting import Reporter
+from engine.sequence import Sequence, SequenceOutput
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """A request that is here: for whom, and its deadline."""
+
+    sequence: Sequence
+    router_id: str
+    joined_at: float | None = None
+    deadline: asyncio.TimerHandle | None = None
+
+
+class DecodeWorker:
+    """One decode worker. `start` it inside a running loop, `close` it at the end."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        config: WorkerConfig,
+        transfer: TransferConfig,
+        pool: BlockPool,
+        scheduler: DecodeScheduler,
+        executor: Executor,
+        receiver: KVReceiver,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
+        self.info = info
+        self.metrics = metrics or WorkerMetrics(info.role)
+        self._pool = pool
+        self._scheduler = scheduler
+        self._executor = executor
+        self._receiver = receiver
+        self._tasks = Tasks()
+        self._attempts: dict[str, _Attempt] = {}
+        self._streams = RouterStreams()
+        self._state = WorkerState.STARTING
+        self._prefill_steps = 0
+        self._decode_steps = 0
+        self._context_tokens = 0
+        self._decoded_tokens = 0
+        self._preemptions_seen = 0
+        self._engine = EngineLoop(scheduler, executor, self._planned, self._deliver)
+        self._reporter = Reporter(config, self.load, pool.prefix_cache)
+        self._reservations = Reservations(
+            info, receiver, transfer.lease_s, self._joined, self._handoff_ended, self._tasks
+        )
+
+    def start(self) -> None:
+        self._state = WorkerState.READY
+        self._tasks.spawn(self._engine.run(), "engine")
+        self._tasks.spawn(self._reporter.run(), "reporter")
+
+    async def close(self) -> None:
+        self._state = WorkerState.DEAD
+        self._streams.close_all()
+        await self._tasks.close()
+        await self._receiver.close()
+        await self._executor.close()
+
+    # ── what routers ask ──────────────────────────────────────────────────────────────────────────
+
+    async def describe(self) -> WorkerInfo:
+        return self.info
+
+    def watch(self) -> AsyncGenerator[WorkerEvent, None]:
+        return self._reporter.watch()
+
+    async def ledger(self) -> WorkerLedger:
+        return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
+
+    async def drain(self) -> None:
+        self._state = WorkerState.DRAINING
+        self._reporter.report()
+
+    async def tokens(self, router_id: str) -> AsyncGenerator[TokenBatch, None]:
+        """See `router.clients.DecodeClient.tokens`: when it ends, all that the router asked for ends."""
+        stream = self._streams.open(router_id)
+        try:
+            async for batch in stream.batches():
+                yield batch
+        finally:
+            if self._streams.close(router_id, stream):
+                for key in [key for key, attempt in self._attempts.items() if attempt.router_id == router_id]:
+                    self._end(key, gone(router_id))
+
+    async def reserve(self, router_id: str, request: GenerationRequest) -> Ticket:
+        sequence = self._admit(router_id, request)
+        self._scheduler.reserve(sequence, sequence.arrival)
+        self._enter(sequence, router_id)
+        self.metrics.cached_tokens.inc(sequence.context.cached)
+        return self._reservations.add(sequence)
+
+    async def submit(self, router_id: str, request: GenerationRequest) -> None:
+        sequence = self._admit(router_id, request)
+        self._scheduler.submit(sequence, sequence.arrival)
+        self._enter(sequence, router_id).joined_at = sequence.arrival
+        self.metrics.cached_tokens.inc(sequence.context.cached)
+        self._engine.wake()
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        self._end(f"{request_id}#{attempt}", RequestCancelledError(f"{request_id}#{attempt} was cancelled"))
+
+    # ── one request ───────────────────────────────────────────────────────────────────────────────
+
+    def _admit(self, router_id: str, request: GenerationRequest) -> Sequence:
+        """Checks what only this worker can know; nothing is held yet."""
+        if self._state is not WorkerState.READY:
+            raise DrainingError(f"worker {self.info.worker_id} is {self._state}")
+        self._streams.of(router_id)
+        if request.key in self._attempts:
+            raise InvalidRequestError(f"attempt {request.key} is on {self.info.worker_id} already")
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        if not request.prompt or not 1 < tokens <= self.info.max_sequence_tokens:
+            raise InvalidRequestError(
+                f"prompt and max_tokens together may be 2 to {self.info.max_sequence_tokens} tokens, got {tokens}"
+            )
+        return Sequence(request, self.info.model.fingerprint, asyncio.get_running_loop().time())
+
+    def _enter(self, sequence: Sequence, router_id: str) -> _Attempt:
+        attempt = _Attempt(sequence, router_id)
+        self._attempts[sequence.key] = attempt
+        timeout_s = sequence.request.timeout_s
+        if timeout_s is not None:
+            error = DeadlineError(f"{sequence.key} exceeded its {timeout_s:.3f} s on {self.info.worker_id}")
+            attempt.deadline = asyncio.get_running_loop().call_later(timeout_s, self._end, sequence.key, error)
+        self._reporter.changed()
+        return attempt
+
+    def _end(self, key: str, error: BatonError) -> None:
+        """Ends an attempt at whatever stage it is; unknown ones are ignored."""
+        attempt = self._attempts.get(key)
+        if attempt is None or self._reservations.end(key, error):
+            return
+        if self._scheduler.abort(attempt.sequence, error):
+            self._finish(attempt, FinishReason.ERROR, error)
+        self._engine.wake()
+
+    def _finish(
+        self,
+        attempt: _Attempt,
+        reason: FinishReason,
+        error: BatonError | None = None,
+        *,
+        index: int = 0,
+        tokens: tuple[int, ...] = (),
+    ) -> None:
+        """The one way out: the router hears why, the books forget the attempt."""
+        sequence = attempt.sequence
+        del self._attempts[sequence.key]
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
+        if isinstance(error, RequestCancelledError):
+            reason = FinishReason.CANCELLED
+        elif error is not None:
+            log.warning("%s failed: %s", sequence.key, error)
+        now = asyncio.get_running_loop().time()
+        joined = attempt.joined_at if attempt.joined_at is not None else now
+        finish = Finish(
+            reason,
+            sequence.context,
+            sequence.preemptions,
+            error.code if error is not None else "",
+            error.message if error is not None else "",
+            handoff_s=joined - sequence.arrival,
+            decode_s=now - joined,
+        )
+        request = sequence.request
+        self._streams.put(
+            attempt.router_id, TokenDelta(request.request_id, request.attempt, index, tokens, finish)
+        )
+        self._reporter.changed()
+
+    # ── what the handoff tells ────────────────────────────────────────────────────────────────────
+
+    def _joined(self, sequence: Sequence, commit: HandoffCommit) -> None:
+        attempt = self._attempts[sequence.key]
+        attempt.joined_at = asyncio.get_running_loop().time()
+        output = self._scheduler.join(sequence, commit.token, attempt.joined_at)
+        if output.finish is not None:
+            self._finish(attempt, output.finish, index=output.index + 1)
+        self._engine.wake()
+        self._reporter.changed()
+
+    def _handoff_ended(self, sequence: Sequence, error: BatonError) -> None:
+        self._scheduler.abort(sequence, error)
+        self.metrics.handoffs_failed.inc()
+        self._finish(self._attempts[sequence.key], FinishReason.ERROR, error)
+        self._engine.wake()
+
+    # ── what the engine tells ─────────────────────────────────────────────────────────────────────
+
+    def _planned(self, plan: StepPlan) -> None:
+        decoding = 0
+        for step in plan.steps:
+            sequence = self._attempts[step.sequence_id].sequence
+            if sequence.is_decoding:
+                decoding += 1
+            else:
+                self._context_tokens += len(step.token_ids)
+        self._decoded_tokens += decoding
+        self._decode_steps += decoding > 0
+        self._prefill_steps += decoding < len(plan.steps)
+        self.metrics.steps.inc()
+        self.metrics.decode_steps.inc(decoding > 0)
+        self.metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions_seen)
+        self._preemptions_seen = self._scheduler.preemptions
+
+    def _deliver(self, outputs: Items[SequenceOutput]) -> None:
+        for output in outputs:
+            attempt = self._attempts[output.sequence.key]
+            if output.error is not None:
+                self._finish(attempt, FinishReason.ERROR, output.error)
+                continue
+            assert output.token is not None
+            if output.finish is not None:
+                self._finish(attempt, output.finish, index=output.index, tokens=(output.token,))
+                continue
+            request = output.sequence.request
+            self._streams.put(
+                attempt.router_id,
+                TokenDelta(request.request_id, request.attempt, output.index, (output.token,)),
+            )
+        self.metrics.generated_tokens.inc(len(outputs))
+        self._reporter.changed()
+
+    def load(self) -> WorkerLoad:
+        scheduler = self._scheduler
+        return WorkerLoad(
+            state=self._state,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            waiting_tokens=scheduler.waiting_tokens,
+            running_tokens=scheduler.running_tokens,
+            total_blocks=self._pool.num_blocks,
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            prefill_steps=self._prefill_steps,
+            decode_steps=self._decode_steps,
+            computed_context_tokens=self._context_tokens,
+            decoded_tokens=self._decoded_tokens,
+            preemptions=scheduler.preemptions,
+            kv_bytes_received=self._reservations.received_bytes,
+        )

@@ -1,0 +1,161 @@
+"""What a prefill worker computes next: chunks of prompts, first come first served, under a token budget.
+
+    add ──▶ waiting ──blocks──▶ running (chunk by chunk) ──first token──▶ held for the handoff ──release──▶ gone
+
+Pure: it knows sequences, blocks and numbers; nothing of handoffs but that blocks stay held until
+somebody says `release`.
+"""
+
+from __future__ import annotations
+
+from common.errors import BatonError, from_wire
+from common.messages import ContextTokens, ModelInfo
+from engine.blocks import BlockPool, BlockState
+from engine.plan import SequenceStep, StepOutput, StepPlan
+from engine.sequence import Sequence, SequenceOutput, finish_reason
+
+
+class PrefillScheduler:
+    """``chunk_tokens``: new tokens in one step, over all sequences; ``max_sequences``: prompts in one step."""
+
+    def __init__(self, pool: BlockPool, model: ModelInfo, chunk_tokens: int, max_sequences: int) -> None:
+        self._pool = pool
+        self._model = model
+        self._chunk_tokens = chunk_tokens
+        self._max_sequences = max_sequences
+        self._waiting: dict[str, Sequence] = {}
+        self._running: dict[str, Sequence] = {}
+        self._held: dict[str, Sequence] = {}
+        self._next_step_id = 0
+        self._admitted: list[Sequence] = []
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running) + len(self._held)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Context tokens still to compute."""
+        return sum(s.num_remaining for s in self._waiting.values()) + sum(
+            s.num_remaining for s in self._running.values()
+        )
+
+    def add(self, sequence: Sequence) -> None:
+        """Puts a sequence in the queue: smaller priority first, then the order of arrival."""
+        self._waiting[sequence.key] = sequence
+        if sequence.request.priority != 0 or any(s.request.priority for s in self._waiting.values()):
+            self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.priority))
+
+    def take_admitted(self) -> list[Sequence]:
+        """Sequences that got their blocks since the last call."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def schedule(self, now: float) -> StepPlan | None:
+        self._admit(now)
+        budget = self._chunk_tokens
+        steps: list[SequenceStep] = []
+        for sequence in self._running.values():
+            if budget == 0:
+                break
+            start = sequence.num_computed
+            count = self._chunk(start, sequence.num_remaining, budget, first=not steps)
+            if count == 0:
+                break
+            budget -= count
+            last = start + count == len(sequence.tokens)
+            sequence.in_flight = True
+            steps.append(
+                SequenceStep(
+                    sequence.key,
+                    sequence.tokens[start : start + count],
+                    start,
+                    tuple(sequence.block_ids),
+                    sequence.request.sampling if last else None,
+                    sequence.mask_end_tokens,
+                )
+            )
+        if not steps:
+            return None
+        self._next_step_id += 1
+        return StepPlan(self._next_step_id, tuple(steps))
+
+    def update(self, plan: StepPlan, output: StepOutput, now: float) -> list[SequenceOutput]:
+        outputs: list[SequenceOutput] = []
+        for step, result in zip(plan.steps, output.results, strict=True):
+            sequence = self._running[step.sequence_id]
+            sequence.in_flight = False
+            if sequence.error is None and result.error_code:
+                sequence.error = from_wire(result.error_code, result.error_message)
+            if sequence.error is not None:
+                outputs.append(SequenceOutput(sequence, sequence.num_generated, error=sequence.error))
+                self._drop(sequence)
+                continue
+            sequence.num_computed += len(step.token_ids)
+            self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
+            if result.token is None:
+                continue
+            index = sequence.num_generated
+            sequence.tokens.append(result.token)
+            sequence.first_token_at = now
+            finish = finish_reason(sequence, self._model.eos_token_ids, self._model.max_model_len)
+            del self._running[sequence.key]
+            self._held[sequence.key] = sequence
+            self._pool.set_state(sequence.key, BlockState.IN_TRANSFER)
+            outputs.append(SequenceOutput(sequence, index, result.token, finish))
+        return outputs
+
+    def abort(self, sequence: Sequence, error: BatonError) -> bool:
+        """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running
+        step, and ends with it (an output with ``error``)."""
+        if sequence.in_flight:
+            sequence.error = error
+            return False
+        self._drop(sequence)
+        return True
+
+    def release(self, sequence: Sequence) -> None:
+        """The handoff of a held sequence is over: its blocks become cache. Unknown ones are ignored."""
+        self._drop(sequence)
+
+    def _admit(self, now: float) -> None:
+        """Gives blocks to the head of the queue; nobody overtakes it."""
+        while self._waiting and len(self._running) < self._max_sequences:
+            sequence = next(iter(self._waiting.values()))
+            # The last token is always computed: its logits are the first token.
+            shared = self._pool.match(sequence.tokens, sequence.root, sequence.num_context - 1)
+            needed = self._pool.blocks_for(sequence.num_context) - len(shared)
+            holding = self._pool.allocate(sequence.key, needed, BlockState.RUNNING, now, shared)
+            if holding is None:
+                return
+            del self._waiting[sequence.key]
+            self._running[sequence.key] = sequence
+            sequence.block_ids = holding.block_ids
+            sequence.num_computed = len(shared) * self._pool.block_size
+            sequence.context = ContextTokens(
+                cached=sequence.num_computed, computed=sequence.num_context - sequence.num_computed
+            )
+            sequence.started_at = now
+            self._admitted.append(sequence)
+
+    def _chunk(self, start: int, remaining: int, budget: int, first: bool) -> int:
+        """Tokens of the next chunk. All but the last chunk of a prompt end on a block boundary, since
+        only complete blocks can be handed over; a lone prompt may break that where a block is larger
+        than the whole budget."""
+        if remaining <= budget:
+            return remaining
+        aligned = (start + budget) // self._pool.block_size * self._pool.block_size - start
+        if aligned > 0:
+            return aligned
+        return budget if first else 0
+
+    def _drop(self, sequence: Sequence) -> None:
+        self._waiting.pop(sequence.key, None)
+        self._running.pop(sequence.key, None)
+        self._held.pop(sequence.key, None)
+        if self._pool.holds(sequence.key):
+            self._pool.release(sequence.key)

@@ -1,0 +1,203 @@
+"""The prefill role: computes the KV of prompts, hands it to decode workers, says the first token.
+
+It knows tickets and routers' calls (`rpc/servers.py` or the simulation make them); which prompt is
+computed next is the scheduler's business, how KV travels the sender's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Items
+
+from common.config import WorkerConfig
+from common.errors import BatonError, DeadlineError, DrainingError, InvalidRequestError, RequestCancelledError
+from common.lifecycle import Tasks
+from common.messages import (
+    GenerationRequest,
+    PrefillEvent,
+    Ticket,
+    WorkerEvent,
+    WorkerInfo,
+    WorkerLedger,
+    WorkerLoad,
+    WorkerState,
+)
+from common.metrics import WorkerMetrics
+from engine.blocks import BlockPool
+from engine.loop import EngineLoop
+from engine.plan import Executor, StepPlan
+from engine.reporting import Reporter
+from engine.sequence import Sequence, SequenceOutput
+from prefill_worker.handoff import Handoff
+from prefill_worker.ports import KVSender
+from prefill_worker.scheduler import PrefillScheduler
+
+log = logging.getLogger(__name__)
+
+
+class PrefillWorker:
+    """One prefill worker. `start` it inside a running loop, `close` it at the end."""
+
+    def __init__(
+        self,
+        info: WorkerInfo,
+        config: WorkerConfig,
+        pool: BlockPool,
+        scheduler: PrefillScheduler,
+        executor: Executor,
+        sender: KVSender,
+        metrics: WorkerMetrics | None = None,
+    ) -> None:
+        self.info = info
+        self.metrics = metrics or WorkerMetrics(info.role)
+        self._pool = pool
+        self._scheduler = scheduler
+        self._sender = sender
+        self._executor = executor
+        self._tasks = Tasks()
+        self._handoffs: dict[str, Handoff] = {}
+        self._state = WorkerState.STARTING
+        self._steps = 0
+        self._computed_tokens = 0
+        self._sent_bytes = 0
+        self._engine = EngineLoop(scheduler, executor, self._planned, self._deliver, self._layer_complete)
+        self._reporter = Reporter(config, self.load, pool.prefix_cache)
+
+    def start(self) -> None:
+        self._state = WorkerState.READY
+        self._tasks.spawn(self._engine.run(), "engine")
+        self._tasks.spawn(self._reporter.run(), "reporter")
+
+    async def close(self) -> None:
+        self._state = WorkerState.DEAD
+        await self._tasks.close()
+        await self._sender.close()
+        await self._executor.close()
+
+    # ── what routers ask ──────────────────────────────────────────────────────────────────────────
+
+    async def describe(self) -> WorkerInfo:
+        return self.info
+
+    def watch(self) -> AsyncGenerator[WorkerEvent, None]:
+        return self._reporter.watch()
+
+    async def ledger(self) -> WorkerLedger:
+        return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
+
+    async def drain(self) -> None:
+        self._state = WorkerState.DRAINING
+        self._reporter.report()
+
+    async def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
+        """See `router.clients.PrefillClient.prefill`. Closing it cancels; the clean-up does not make
+        the caller wait."""
+        self._check(request, ticket)
+        now = asyncio.get_running_loop().time()
+        sequence = Sequence(request, self.info.model.fingerprint, now)
+        layout = self.info.layout
+        handoff = Handoff(sequence, ticket, self._sender, layout.num_layers, layout.block_size)
+        self._handoffs[sequence.key] = handoff
+        job = self._tasks.spawn(self._run(handoff), f"handoff {sequence.key}")
+        try:
+            while (event := await handoff.events.get()) is not None:
+                if isinstance(event, BatonError):
+                    raise event
+                yield event
+        finally:
+            job.cancel()
+
+    # ── one request ───────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, request: GenerationRequest, ticket: Ticket) -> None:
+        if self._state is not WorkerState.READY:
+            raise DrainingError(f"prefill worker {self.info.worker_id} is {self._state}")
+        if request.key in self._handoffs:
+            raise InvalidRequestError(f"attempt {request.key} is under way on {self.info.worker_id} already")
+        tokens = len(request.prompt) + len(request.generated)
+        if not 0 < tokens <= self.info.max_sequence_tokens:
+            raise InvalidRequestError(
+                f"a context of 1 to {self.info.max_sequence_tokens} tokens fits {self.info.worker_id}, got {tokens}"
+            )
+        if ticket.context_tokens != tokens:
+            raise InvalidRequestError(f"the ticket is for {ticket.context_tokens} context tokens, got {tokens}")
+
+    async def _run(self, handoff: Handoff) -> None:
+        """The life of one prompt here; ends with its blocks released, whatever happens."""
+        sequence = handoff.sequence
+        loop = asyncio.get_running_loop()
+        error: BatonError | None = None
+        self._scheduler.add(sequence)
+        self._changed()
+        try:
+            async with asyncio.timeout(sequence.request.timeout_s):
+                receipt = await handoff.run(loop.time)
+            self._sent_bytes += receipt.num_bytes
+            self.metrics.kv_bytes_sent.inc(receipt.num_bytes)
+        except TimeoutError:
+            error = DeadlineError(f"prefill of {sequence.key} exceeded its {sequence.request.timeout_s} s")
+        except BatonError as raised:
+            error = raised
+        except asyncio.CancelledError:
+            error = RequestCancelledError(f"{sequence.key} was cancelled")
+        finally:
+            # The push is over (`Handoff.run` sees to that), so only the engine may still use the blocks.
+            self._scheduler.abort(sequence, error or RequestCancelledError("released"))
+            del self._handoffs[sequence.key]
+            handoff.events.put_nowait(error)
+            if error is not None and not isinstance(error, RequestCancelledError):
+                self.metrics.handoffs_failed.inc()
+                log.warning("handoff %s failed: %s", sequence.key, error)
+            self._changed()
+
+    # ── what the engine tells ─────────────────────────────────────────────────────────────────────
+
+    def _planned(self, plan: StepPlan) -> None:
+        for sequence in self._scheduler.take_admitted():
+            self.metrics.cached_tokens.inc(sequence.context.cached)
+            handoff = self._handoffs.get(sequence.key)
+            if handoff is not None:
+                handoff.admitted()
+        self._steps += 1
+        self._computed_tokens += plan.num_tokens
+        self.metrics.steps.inc()
+        self.metrics.context_tokens.inc(plan.num_tokens)
+
+    def _layer_complete(self, plan: StepPlan, layer: int) -> None:
+        for step in plan.steps:
+            handoff = self._handoffs.get(step.sequence_id)
+            if handoff is not None:
+                handoff.layer_complete(layer, step.start + len(step.token_ids))
+
+    def _deliver(self, outputs: Items[SequenceOutput]) -> None:
+        now = asyncio.get_running_loop().time()
+        for output in outputs:
+            handoff = self._handoffs.get(output.sequence.key)
+            if handoff is None:
+                continue
+            if output.error is None:
+                handoff.first_token(output, now)
+                self.metrics.generated_tokens.inc()
+            handoff.computed(output)
+        self._reporter.changed()
+
+    def _changed(self) -> None:
+        self._engine.wake()
+        self._reporter.changed()
+
+    def load(self) -> WorkerLoad:
+        scheduler = self._scheduler
+        return WorkerLoad(
+            state=self._state,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            waiting_tokens=scheduler.waiting_tokens,
+            total_blocks=self._pool.num_blocks,
+            free_blocks=self._pool.num_free,
+            cached_blocks=self._pool.num_cached,
+            prefill_steps=self._steps,
+            computed_context_tokens=self._computed_tokens,
+            kv_bytes_sent=self._sent_bytes,
+        )

@@ -1,0 +1,153 @@
+"""Workers as a router sees them, without a network: calls take a latency, and end when the worker dies.
+
+The same workers, the same messages as over gRPC; see `router.clients` for what each call promises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import TypeVar
+
+from common.errors import WorkerLostError
+from common.messages import (
+    GenerationRequest,
+    PrefillEvent,
+    Ticket,
+    TokenBatch,
+    WorkerEvent,
+    WorkerInfo,
+    WorkerLedger,
+)
+from decode_worker.worker import DecodeWorker
+from prefill_worker.worker import PrefillWorker
+
+T = TypeVar("T")
+
+
+class Host:
+    """Where a worker runs: alive or not. `kill` breaks every call that is under way."""
+
+    def __init__(self, address: str, latency_s: float) -> None:
+        self.address = address
+        self.latency_s = latency_s
+        self.alive = True
+        self._streams: dict[int, Callable[[], None]] = {}
+        self._next_stream = 0
+
+    def lost(self) -> WorkerLostError:
+        return WorkerLostError(f"{self.address} is gone")
+
+    def kill(self) -> None:
+        self.alive = False
+        for break_stream in list(self._streams.values()):
+            break_stream()
+
+    async def call(self, method: Callable[[], Awaitable[T]]) -> T:
+        await asyncio.sleep(self.latency_s)
+        if not self.alive:
+            raise self.lost()
+        result = await method()
+        await asyncio.sleep(self.latency_s)
+        if not self.alive:
+            raise self.lost()
+        return result
+
+    async def stream(self, source: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+        """``source``'s items, each ``latency_s`` later and in order; WorkerLostError when the host dies."""
+        await asyncio.sleep(self.latency_s)
+        if not self.alive:
+            raise self.lost()
+        items: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
+        on_the_way: deque[tuple[T | None, BaseException | None]] = deque()
+        loop = asyncio.get_running_loop()
+        stream_id = self._next_stream
+        self._next_stream += 1
+
+        def send(item: T | None, error: BaseException | None = None) -> None:
+            # Timers of the same instant fire in any order; the queue keeps the items in theirs.
+            on_the_way.append((item, error))
+            loop.call_later(self.latency_s, lambda: items.put_nowait(on_the_way.popleft()))
+
+        def break_stream() -> None:
+            send(None, self.lost())
+
+        async def pump() -> None:
+            generator = source()
+            end: BaseException | None = None
+            try:
+                async for item in generator:
+                    send(item)
+            except Exception as error:
+                end = error
+            finally:
+                await generator.aclose()
+                send(None, end)
+
+        self._streams[stream_id] = break_stream
+        task = loop.create_task(pump(), name=f"stream {stream_id} of {self.address}")
+        try:
+            while True:
+                item, error = await items.get()
+                if error is not None:
+                    raise error
+                if item is None:
+                    return
+                yield item
+        finally:
+            self._streams.pop(stream_id, None)
+            task.cancel()
+
+
+class _SimWorkerClient:
+    def __init__(self, host: Host, worker: PrefillWorker | DecodeWorker) -> None:
+        self.address = host.address
+        self._host = host
+        self._any = worker
+
+    async def describe(self) -> WorkerInfo:
+        return await self._host.call(self._any.describe)
+
+    def watch(self) -> AsyncGenerator[WorkerEvent, None]:
+        return self._host.stream(self._any.watch)
+
+    async def ledger(self) -> WorkerLedger:
+        return await self._host.call(self._any.ledger)
+
+    async def drain(self) -> None:
+        await self._host.call(self._any.drain)
+
+    async def close(self) -> None:
+        return None
+
+
+class SimPrefillClient(_SimWorkerClient):
+    """A `router.clients.PrefillClient`."""
+
+    def __init__(self, host: Host, worker: PrefillWorker) -> None:
+        super().__init__(host, worker)
+        self._worker = worker
+
+    def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
+        return self._host.stream(lambda: self._worker.prefill(request, ticket))
+
+
+class SimDecodeClient(_SimWorkerClient):
+    """A `router.clients.DecodeClient`."""
+
+    def __init__(self, host: Host, worker: DecodeWorker) -> None:
+        super().__init__(host, worker)
+        self._worker = worker
+
+    def tokens(self, router_id: str) -> AsyncGenerator[TokenBatch, None]:
+        return self._host.stream(lambda: self._worker.tokens(router_id))
+
+    async def reserve(self, router_id: str, request: GenerationRequest) -> Ticket:
+        return await self._host.call(lambda: self._worker.reserve(router_id, request))
+
+    async def submit(self, router_id: str, request: GenerationRequest) -> None:
+        await self._host.call(lambda: self._worker.submit(router_id, request))
+
+    async def cancel(self, request_id: str, attempt: int) -> None:
+        await self._host.call(lambda: self._worker.cancel(request_id, attempt))

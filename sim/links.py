@@ -1,0 +1,162 @@
+"""Modelled links: the sending and receiving side of a handoff without bytes.
+
+A link carries ``bytes_per_s`` and is used in the order of asking; a piece arrives when the link has
+carried it, plus ``latency_s``. What arrives is the state in `sim.device`'s memory, so a piece that is
+pushed before it is complete arrives as it was, and shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.errors import BatonError, LayoutMismatchError, TicketError, WorkerLostError
+from common.messages import HandoffCommit, HandoffReceipt, Ticket, TransportOffer
+from decode_worker.ports import HandoffListener
+from prefill_worker.ports import KVPush
+from sim.device import DeviceMemory
+
+
+@dataclass(slots=True)
+class Link:
+    """One direction between two hosts. ``up`` False: nothing arrives any more."""
+
+    bytes_per_s: float = 50e9
+    latency_s: float = 50e-6
+    up: bool = True
+    free_at: float = 0.0
+
+    def carry(self, num_bytes: int, now: float) -> float:
+        """When ``num_bytes`` handed over now will have arrived."""
+        self.free_at = max(self.free_at, now) + num_bytes / self.bytes_per_s
+        return self.free_at + self.latency_s
+
+
+@dataclass(slots=True)
+class _Expected:
+    ticket: Ticket
+    listener: HandoffListener
+    pieces: dict[tuple[int, int], None] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+class SimReceiver:
+    """A `decode_worker.ports.KVReceiver`."""
+
+    def __init__(self, worker_id: str, memory: DeviceMemory) -> None:
+        self.worker_id = worker_id
+        self.memory = memory
+        self.alive = True
+        self._expected: dict[str, _Expected] = {}
+
+    @property
+    def offers(self) -> tuple[TransportOffer, ...]:
+        return (TransportOffer("local", self.worker_id),)
+
+    def expect(self, ticket: Ticket, listener: HandoffListener) -> None:
+        self._expected[ticket.ticket_id] = _Expected(ticket, listener)
+
+    async def forget(self, ticket_id: str) -> None:
+        self._expected.pop(ticket_id, None)
+
+    async def close(self) -> None:
+        self.alive = False
+        self._expected.clear()
+
+    def arrive(self, ticket: Ticket, layer: int, first: int, count: int, source: DeviceMemory, blocks: Sequence[int]) -> None:
+        """Pieces of one layer. The state is that of the whole token, so the last layer brings it."""
+        expected = self._expected.get(ticket.ticket_id)
+        if expected is None or not self.alive:
+            return
+        if layer == self.memory.layout.num_layers - 1:
+            self.memory.copy_from(source, blocks[first : first + count], ticket.block_ids[first : first + count])
+        for piece in range(first, first + count):
+            expected.pieces[layer, piece] = None
+        num_bytes = count * self.memory.layout.block_layer_bytes
+        expected.num_bytes += num_bytes
+        expected.listener.progressed(ticket.ticket_id, num_bytes)
+
+    def commit(self, commit: HandoffCommit) -> HandoffReceipt:
+        expected = self._expected.get(commit.ticket_id)
+        if not self.alive:
+            raise WorkerLostError(f"decode worker {self.worker_id} is gone")
+        if expected is None:
+            raise TicketError(f"ticket {commit.ticket_id} is not live on {self.worker_id}")
+        wanted = len(expected.ticket.block_ids) * self.memory.layout.num_layers
+        if len(expected.pieces) != wanted or commit.num_pieces != wanted:
+            raise TicketError(
+                f"ticket {commit.ticket_id} wants {wanted} pieces, {len(expected.pieces)} arrived of {commit.num_pieces}"
+            )
+        expected.listener.committed(commit)
+        return HandoffReceipt(commit.ticket_id, wanted, expected.num_bytes)
+
+    def fail(self, ticket_id: str, error: BatonError) -> None:
+        expected = self._expected.get(ticket_id)
+        if expected is not None:
+            expected.listener.failed(ticket_id, error)
+
+
+class _SimPush:
+    transport = "local"
+
+    def __init__(self, ticket: Ticket, blocks: Sequence[int], source: DeviceMemory, link: Link, target: SimReceiver) -> None:
+        self._ticket = ticket
+        self._blocks = list(blocks)
+        self._source = source
+        self._link = link
+        self._target = target
+        self._arrived_at = 0.0
+        self._timers: list[asyncio.TimerHandle] = []
+        self._over = False
+
+    def push(self, layer: int, first: int, count: int) -> None:
+        loop = asyncio.get_running_loop()
+        self._arrived_at = self._link.carry(count * self._source.layout.block_layer_bytes, loop.time())
+        self._timers.append(loop.call_at(self._arrived_at, self._arrive, layer, first, count))
+
+    async def commit(self, commit: HandoffCommit) -> HandoffReceipt:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(max(0.0, self._arrived_at - loop.time()) + self._link.latency_s)
+        if not self._link.up:
+            await asyncio.sleep(self._ticket.lease_s)
+            raise WorkerLostError(f"no answer from {self._target.worker_id}")
+        receipt = self._target.commit(commit)
+        self._over = True
+        await asyncio.sleep(self._link.latency_s)
+        return receipt
+
+    async def abort(self, reason: str) -> None:
+        for timer in self._timers:
+            timer.cancel()
+        if not self._over and self._link.up:
+            self._over = True
+            asyncio.get_running_loop().call_later(
+                self._link.latency_s, self._target.fail, self._ticket.ticket_id, WorkerLostError(reason)
+            )
+
+    def _arrive(self, layer: int, first: int, count: int) -> None:
+        if self._link.up:
+            self._target.arrive(self._ticket, layer, first, count, self._source, self._blocks)
+
+
+class SimSender:
+    """A `prefill_worker.ports.KVSender`. ``receivers`` by worker id, ``links`` by receiver's worker id."""
+
+    def __init__(self, memory: DeviceMemory, receivers: dict[str, SimReceiver], links: dict[str, Link]) -> None:
+        self._memory = memory
+        self._receivers = receivers
+        self._links = links
+
+    async def open(self, ticket: Ticket, block_ids: Sequence[int]) -> KVPush:
+        link = self._links[ticket.worker_id]
+        await asyncio.sleep(2 * link.latency_s)
+        target = self._receivers[ticket.worker_id]
+        if not link.up or not target.alive:
+            raise WorkerLostError(f"decode worker {ticket.worker_id} cannot be reached")
+        if target.memory.layout != self._memory.layout:
+            raise LayoutMismatchError(f"sender has {self._memory.layout}, receiver has {target.memory.layout}")
+        return _SimPush(ticket, block_ids, self._memory, link, target)
+
+    async def close(self) -> None:
+        return None
