@@ -86,6 +86,7 @@ class RouterConfig(_Section):
     default_max_tokens: int = Field(4096, ge=1, description="when the client gives none; capped by the context limit")
     recent_requests: int = Field(4096, ge=1, description="finished requests kept for /requests/{id}")
     probe_timeout_s: float = Field(10.0, gt=0, description="patience of /ready's own request")
+    worker_patience_s: float = Field(10.0, ge=0, description="how long requests wait for a role without a ready worker")
 
 
 class WorkerConfig(_Section):
@@ -104,6 +105,7 @@ class ClusterConfig(_Section):
     """Ray."""
 
     address: str | None = Field(None, description="join this Ray cluster instead of starting one")
+    secret: str | None = Field(None, description="shared by all processes of the cluster; calls without it are refused")
     start_timeout_s: float = Field(300.0, gt=0)
     stop_timeout_s: float = Field(10.0, gt=0)
     placement_strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"

@@ -80,6 +80,7 @@ class DecodeWorker:
         self._attempts: dict[str, _Attempt] = {}
         self._streams = RouterStreams()
         self._state = WorkerState.STARTING
+        self._drained = asyncio.Event()
         self._prefill_steps = 0
         self._decode_steps = 0
         self._context_tokens = 0
@@ -115,8 +116,13 @@ class DecodeWorker:
         return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
 
     async def drain(self) -> None:
+        """Takes nothing new from now on; `drained` returns when what is here has ended."""
         self._state = WorkerState.DRAINING
         self._reporter.report()
+        self._check_drained()
+
+    async def drained(self) -> None:
+        await self._drained.wait()
 
     async def tokens(self, router_id: str) -> AsyncGenerator[TokenBatch, None]:
         """See `router.clients.DecodeClient.tokens`: when it ends, all that the router asked for ends."""
@@ -214,7 +220,12 @@ class DecodeWorker:
         self._streams.put(
             attempt.router_id, TokenDelta(request.request_id, request.attempt, index, tokens, finish)
         )
+        self._check_drained()
         self._reporter.changed()
+
+    def _check_drained(self) -> None:
+        if self._state is WorkerState.DRAINING and not self._attempts:
+            self._drained.set()
 
     # ── what the handoff tells ────────────────────────────────────────────────────────────────────
 

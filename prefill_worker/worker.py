@@ -59,6 +59,7 @@ class PrefillWorker:
         self._tasks = Tasks()
         self._handoffs: dict[str, Handoff] = {}
         self._state = WorkerState.STARTING
+        self._drained = asyncio.Event()
         self._steps = 0
         self._computed_tokens = 0
         self._sent_bytes = 0
@@ -88,8 +89,13 @@ class PrefillWorker:
         return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
 
     async def drain(self) -> None:
+        """Takes nothing new from now on; `drained` returns when what is here has ended."""
         self._state = WorkerState.DRAINING
         self._reporter.report()
+        self._check_drained()
+
+    async def drained(self) -> None:
+        await self._drained.wait()
 
     async def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
         """See `router.clients.PrefillClient.prefill`. Closing it cancels; the clean-up does not make
@@ -183,7 +189,12 @@ class PrefillWorker:
             handoff.computed(output)
         self._reporter.changed()
 
+    def _check_drained(self) -> None:
+        if self._state is WorkerState.DRAINING and not self._handoffs:
+            self._drained.set()
+
     def _changed(self) -> None:
+        self._check_drained()
         self._engine.wake()
         self._reporter.changed()
 

@@ -1,0 +1,66 @@
+"""A role started by hand: command line, log, signals, one line when it is ready, an exit status."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from common.config import Config, load_config
+from common.errors import BatonError
+from common.lifecycle import stop_on_signals
+from common.log import setup_logging
+
+
+class Run(Protocol):
+    """A role's process: serves until ``stop``; ``ready`` gets where (an address, or URLs)."""
+
+    def __call__(
+        self,
+        config: Config,
+        name: str,
+        ready: Callable[[str], None],
+        stop: asyncio.Event,
+        progress: Callable[[str], None],
+    ) -> Awaitable[None]: ...
+
+
+def main(program: str, default_id: str, run: Run) -> None:
+    """Parses the arguments and runs the role until SIGINT or SIGTERM. Exits 0, or 1 with one line of error."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=f"Runs one {program} without Ray.")
+    parser.add_argument("--config", metavar="F", help="YAML configuration file")
+    parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], help="overrides one key")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config, arguments.set)
+        name = config.worker.id or default_id
+        setup_logging(config.log, name)
+        _new_loop_runner(_run(run, config, name))
+    except BatonError as error:
+        print(f"{program}: error: {error.message}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)
+
+
+async def _run(run: Run, config: Config, name: str) -> None:
+    stop = asyncio.Event()
+    stop_on_signals(stop)
+
+    def ready(place: str) -> None:
+        print(f"ready {place}", flush=True)  # noqa: T201
+
+    def progress(text: str) -> None:
+        print(f"{name}: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+    await run(config, name, ready, stop, progress)
+
+
+def _new_loop_runner(main: Awaitable[None]) -> None:
+    import uvloop
+
+    async def whole() -> None:
+        await main
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(whole())

@@ -1,0 +1,48 @@
+"""A decode worker as a process: everything put together, served, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from common.config import Config
+from common.lifecycle import first_of
+from common.messages import Role
+from decode_worker.scheduler import DecodeScheduler
+from decode_worker.worker import DecodeWorker
+from engine.assembly import describe, load_runner, make_pool
+from kv_transfer.host import host_id
+from kv_transfer.receiver import Receiver
+from rpc.servers import WorkerServer
+
+
+async def run_decode_worker(
+    config: Config,
+    worker_id: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+    progress: Callable[[str], None],
+) -> None:
+    """Serves until ``stop``, or until it has drained. ``ready`` gets the address.
+
+    In colocated mode its role is ``BOTH``.
+    """
+    server = WorkerServer(secret=config.cluster.secret)
+    address = server.bind(config.worker.host, config.worker.port)
+    runner = await load_runner(config, progress)
+    receiver = Receiver(runner.cache, config.transfer, host_id())
+    await receiver.start()
+    receiver.advertise("grpc", address)
+    pool = make_pool(config, runner)
+    scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)
+    role = Role.BOTH if config.mode == "colocated" else Role.DECODE
+    info = describe(config, role, worker_id, runner, address, host_id())
+    worker = DecodeWorker(info, config.worker, config.transfer, pool, scheduler, runner, receiver)
+    worker.start()
+    try:
+        await server.start(worker, decode=worker, kv=receiver)
+        ready(address)
+        await first_of(stop.wait(), worker.drained())
+    finally:
+        await worker.close()
+        await server.stop()

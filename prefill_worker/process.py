@@ -1,0 +1,49 @@
+"""A prefill worker as a process: everything put together, served, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from common.config import Config
+from common.lifecycle import first_of
+from common.messages import Role
+from engine.assembly import describe, load_runner, make_pool
+from kv_transfer.host import host_id
+from kv_transfer.sender import Sender
+from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.worker import PrefillWorker
+from rpc import kv_channel
+from rpc.servers import WorkerServer
+
+
+async def run_prefill_worker(
+    config: Config,
+    worker_id: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
+    progress: Callable[[str], None],
+) -> None:
+    """Serves until ``stop``, or until it has drained. ``ready`` gets the address."""
+    server = WorkerServer(secret=config.cluster.secret)
+    address = server.bind(config.worker.host, config.worker.port)
+    runner = await load_runner(config, progress)
+    sender = Sender(
+        runner.cache,
+        config.transfer,
+        host_id(),
+        {"grpc": partial(kv_channel.connect, secret=config.cluster.secret)},
+    )
+    pool = make_pool(config, runner)
+    scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
+    info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())
+    worker = PrefillWorker(info, config.worker, pool, scheduler, runner, sender)
+    worker.start()
+    try:
+        await server.start(worker, prefill=worker)
+        ready(address)
+        await first_of(stop.wait(), worker.drained())
+    finally:
+        await worker.close()
+        await server.stop()
