@@ -62,7 +62,7 @@ def describe(
     return WorkerInfo(
         worker_id=worker_id,
         role=role,
-        epoch=time.time_ns(),
+        epoch=time.time_ns() // 1_000_000,
         host=socket.gethostname(),
         host_id=host_id,
         pids=(os.getpid(),),
