@@ -73,7 +73,8 @@ def _cancel_all(loop: VirtualTimeLoop) -> None:
     for task in tasks:
         task.cancel()
     try:
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        if tasks:
+            loop.run_until_complete(asyncio.wait(tasks))
         loop.run_until_complete(loop.shutdown_asyncgens())
     except DeadlockError:
         # What deadlocked may not be cancellable either; the loop is closed under it.
