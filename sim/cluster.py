@@ -184,11 +184,12 @@ class SimCluster:
         ]
 
     async def settled(self) -> list[WorkerLedger]:
-        """The ledgers once nobody holds anything any more. Raises TimeoutError after 60 virtual seconds."""
+        """The ledgers once all requests have ended and nobody holds anything. Raises TimeoutError after
+        60 virtual seconds."""
         async with asyncio.timeout(60.0):
             while True:
                 ledgers = await self.ledgers()
-                if not any(ledger.holders for ledger in ledgers):
+                if not self.service.records.num_live and not any(ledger.holders for ledger in ledgers):
                     return ledgers
                 await asyncio.sleep(0.01)
 
