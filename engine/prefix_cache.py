@@ -35,6 +35,7 @@ class PrefixCache:
 
     def __init__(self, block_size: int, chain: ChainHash = chain_hash) -> None:
         self._reports_units = not (block_size % HASH_UNIT_TOKENS and HASH_UNIT_TOKENS % block_size)
+        self._keys_are_units = block_size == HASH_UNIT_TOKENS and chain is chain_hash
         self._block_size = block_size
         self._chain = chain
         self._nodes: dict[bytes, Node] = {}
@@ -84,7 +85,8 @@ class PrefixCache:
             if node is None:
                 if block_ids[index] in self._by_block:
                     break
-                node = Node(key, window, block_ids[index], parent, self._unit_hashes(tokens, root, parent, index))
+                units = (key,) if self._keys_are_units else self._unit_hashes(tokens, root, parent, index)
+                node = Node(key, window, block_ids[index], parent, units)
                 self._nodes[key] = node
                 self._by_block[node.block_id] = node
                 if parent is not None:

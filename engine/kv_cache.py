@@ -1,0 +1,127 @@
+"""The KV pool of one worker: keys and values of all layers, in blocks.
+
+Knows bytes and block ids, not who owns a block. One tensor per layer, [num_blocks, 2, block_size,
+num_kv_heads, head_dim]; keys are at index 0 of the second axis, values at 1. A block's bytes in one
+layer are contiguous, which is the unit that `kv_transfer/` moves.
+
+What lies in unwritten places is always finite: attention masks such places, and nothing masks a NaN
+out of a matrix product. The pool starts as zeros, and a block that a step begins but does not fill
+is cleared first, in case its last owner left something behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, EngineError
+from common.messages import KVLayout
+from engine.batch import StepBatch
+
+_CPU_SHARE, _CPU_MOST_BYTES = 0.2, 4 << 30
+_CUDA_SHARE = 0.85
+
+
+class KVCache:
+    """``layers[i]`` is layer i's tensor. `read_blocks` and `write_blocks` may be called from any thread
+    for blocks that no step is touching; the rest belongs to the torch thread.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+        if num_blocks < 1:
+            raise ConfigError(f"the KV pool needs at least 1 block, it would have {num_blocks}")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        self._bytes = [self._allocate() for _ in range(layout.num_layers)]
+        shape = (num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        dtype = getattr(torch, layout.dtype)
+        self.layers = [rows.view(dtype).view(shape) for rows in self._bytes]
+
+    def _allocate(self) -> torch.Tensor:
+        """Zeros [num_blocks, block_layer_bytes] of uint8."""
+        shape = (self.num_blocks, self.layout.block_layer_bytes)
+        if self.device.type == "cpu":
+            # NumPy's zeros come from the system untouched: memory is used only as blocks are.
+            return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
+        return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+
+    def write(self, layer: int, batch: StepBatch, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores ``k`` and ``v`` [N, num_kv_heads, head_dim] of the batch's rows at their slots."""
+        pool = self.layers[layer]
+        size = self.layout.block_size
+        if batch.unfilled.numel():
+            pool.index_fill_(0, batch.unfilled, 0)
+        tokens = pool.view(-1, *pool.shape[-2:])
+        key_rows = batch.slots + (batch.slots // size) * size
+        tokens.index_copy_(0, key_rows, k)
+        tokens.index_copy_(0, key_rows + size, v)
+
+    def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the blocks ``block_ids`` [S, n], each [S, n * block_size, num_kv_heads,
+        head_dim], copied.
+        """
+        pool = self.layers[layer]
+        halves = pool.view(-1, *pool.shape[2:])
+        shape = (block_ids.shape[0], -1, *pool.shape[-2:])
+        first = block_ids.reshape(-1) * 2
+        return halves.index_select(0, first).view(shape), halves.index_select(0, first + 1).view(shape)
+
+    def read_blocks(self, layer: int, block_ids: Sequence[int], out: np.ndarray) -> None:
+        """Copies the bytes of blocks of ``layer`` into ``out``, uint8 [n, layout.block_layer_bytes]."""
+        ids = self._checked(layer, block_ids, out)
+        rows = self._bytes[layer]
+        if self.device.type == "cpu":
+            # "clip" lets NumPy write straight into ``out``; the ids were checked.
+            np.take(rows.numpy(), ids, axis=0, out=out, mode="clip")
+        else:
+            np.copyto(out, rows.index_select(0, torch.from_numpy(ids).to(self.device)).cpu().numpy())
+
+    def write_blocks(self, layer: int, block_ids: Sequence[int], data: np.ndarray) -> None:
+        """Overwrites blocks of ``layer`` with ``data``, uint8 [n, layout.block_layer_bytes]."""
+        ids = self._checked(layer, block_ids, data)
+        rows = self._bytes[layer]
+        if self.device.type == "cpu":
+            rows.numpy()[ids] = data
+        else:
+            # torch wants memory that it could write; the source may be a read-only view of a message.
+            source = torch.from_numpy(np.require(data, requirements=["C", "W"]))
+            rows.index_copy_(0, torch.from_numpy(ids).to(self.device), source.to(self.device))
+
+    def _checked(self, layer: int, block_ids: Sequence[int], data: np.ndarray) -> np.ndarray:
+        ids = np.asarray(block_ids, dtype=np.int64)
+        if not 0 <= layer < self.layout.num_layers:
+            raise EngineError(f"KV layer {layer} is not one of the {self.layout.num_layers} layers")
+        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+            raise EngineError(f"KV blocks {ids.min()}..{ids.max()} reach outside the pool of {self.num_blocks}")
+        wanted = (len(ids), self.layout.block_layer_bytes)
+        if data.shape != wanted or data.dtype != np.uint8:
+            raise EngineError(f"KV bytes must be uint8 {wanted}, they are {data.dtype} {data.shape}")
+        return ids
+
+
+def pool_blocks(pool_bytes: int | None, layout: KVLayout, device: torch.device) -> int:
+    """How many blocks fit into ``pool_bytes``; None takes a share of the memory that is free now.
+
+    Raises ConfigError when not even one fits.
+    """
+    if pool_bytes is None:
+        if device.type == "cuda":
+            pool_bytes = int(torch.cuda.mem_get_info(device)[0] * _CUDA_SHARE)
+        else:
+            pool_bytes = min(int(_available_bytes() * _CPU_SHARE), _CPU_MOST_BYTES)
+    count = pool_bytes // layout.block_bytes
+    if count < 1:
+        raise ConfigError(f"engine.pool_bytes {pool_bytes} holds no block; one takes {layout.block_bytes} bytes")
+    return count
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping: free, or only caching files."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("engine.pool_bytes must be set: this system does not say how much memory is available")

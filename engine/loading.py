@@ -1,0 +1,108 @@
+"""From a checkpoint on disk to a model, its KV pool and its description. Knows no plan and no thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.config import EngineConfig
+from common.errors import ConfigError
+from common.messages import KVLayout, ModelInfo
+from engine.checkpoint import find_checkpoint, read_architecture, weights_fingerprint
+from engine.kv_cache import KVCache, pool_blocks
+from engine.layers import BATCH_INVARIANT, ORDINARY
+from engine.model_config import ModelArchitecture
+from engine.models import MODELS, DecoderModel
+from engine.numerics import check_batch_invariance
+from engine.weights import open_weights
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """``info.fingerprint`` is also the ``model`` of the cache's layout."""
+
+    model: DecoderModel
+    architecture: ModelArchitecture
+    cache: KVCache
+    info: ModelInfo
+
+
+def load_model(
+    path: Path,
+    config: EngineConfig,
+    dtype: str,
+    threads: int,
+    name: str | None,
+    max_model_len: int | None,
+    tell: Callable[[str], None],
+) -> LoadedModel:
+    """Reads the checkpoint at ``path``, makes the model and its KV pool, and, in batch-invariant mode,
+    checks the platform. To be called on the thread that will run the model: it sets that thread's number
+    of compute threads. ``tell`` hears what is being done. Raises ConfigError or EngineError.
+    """
+    torch.set_num_threads(threads)
+    device = _device(config.device)
+    checkpoint = find_checkpoint(path)
+    architecture = read_architecture(checkpoint)
+    dtype = _dtype(dtype, architecture, device, config.batch_invariant)
+    limit = _context_limit(max_model_len, architecture)
+    fingerprint = weights_fingerprint(path, dtype)
+    layout = KVLayout(
+        model=fingerprint,
+        num_layers=architecture.num_layers,
+        num_kv_heads=architecture.num_kv_heads,
+        head_dim=architecture.head_dim,
+        block_size=config.block_size,
+        dtype=dtype,
+        total_kv_heads=architecture.num_kv_heads,
+    )
+    kernels = BATCH_INVARIANT if config.batch_invariant else ORDINARY
+    tell(f"reading weights from {path} as {dtype} onto {device}")
+    with torch.inference_mode():
+        weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
+        model = MODELS[architecture.family](architecture, weights, kernels, limit)
+        weights.finish()
+        if config.batch_invariant:
+            tell("checking that results do not depend on the batch")
+            check_batch_invariance(model.product_weights, architecture.head_dim)
+    num_blocks = pool_blocks(config.pool_bytes, layout, device)
+    tell(f"making a KV pool of {num_blocks} blocks, {num_blocks * layout.block_bytes >> 20} MiB")
+    # Not in inference mode: other threads write into the pool, and such tensors would refuse them.
+    cache = KVCache(layout, num_blocks, device)
+    info = ModelInfo(
+        name=name or path.name,
+        fingerprint=fingerprint,
+        vocab_size=architecture.vocab_size,
+        max_model_len=limit,
+        eos_token_ids=architecture.end_token_ids,
+    )
+    return LoadedModel(model, architecture, cache, info)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"engine.device {name!r} is not a device") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"engine.device {name!r} is not available here")
+    return device
+
+
+def _dtype(wanted: str, architecture: ModelArchitecture, device: torch.device, batch_invariant: bool) -> str:
+    if wanted == "auto":
+        wanted = architecture.dtype if device.type == "cuda" and not batch_invariant else "float32"
+    if batch_invariant and wanted != "float32":
+        raise ConfigError(f"engine.batch_invariant needs model.dtype float32, it is {wanted}")
+    return wanted
+
+
+def _context_limit(wanted: int | None, architecture: ModelArchitecture) -> int:
+    if wanted is not None and wanted > architecture.context_limit:
+        raise ConfigError(f"model.max_model_len {wanted} exceeds the model's limit of {architecture.context_limit}")
+    return wanted or architecture.context_limit

@@ -1,0 +1,55 @@
+"""The one place where a transfer leaves the event loop: copies between a pool and staging memory.
+
+A `RunBlocking` is injected, so that a simulation can run the copies in line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+class RunBlocking(Protocol):
+    async def __call__(self, function: Callable[..., T], *args: Any) -> T: ...
+
+
+class CopyThread:
+    """One thread of its own, so that copies neither wait for nor disturb each other's order."""
+
+    def __init__(self, name: str) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+
+    async def __call__(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+async def run_inline(function: Callable[..., T], *args: Any) -> T:
+    """Runs ``function`` on the loop itself."""
+    return function(*args)
+
+
+async def uninterrupted(awaitable: Awaitable[T]) -> T:
+    """Waits to the end even when the waiting task is cancelled, then lets the cancellation through.
+
+    A copy in a thread cannot be stopped: whoever waits for it to be over must not believe that a
+    cancelled task has ended it.
+    """
+    task = asyncio.ensure_future(awaitable)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # seen: the caller leaves for another reason
+        raise cancelled
+    return task.result()

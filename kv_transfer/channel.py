@@ -1,0 +1,86 @@
+"""The two kinds of connection that a handoff can run over.
+
+A `ByteChannel` carries whole messages and is what a transport's maker provides (gRPC: `rpc/`). A
+`FrameChannel` is what the protocol speaks to: it carries frames, and decides how the payload of a
+piece travels, inside the message (`transports/inline.py`) or beside it in shared memory
+(`transports/shm.py`). Neither knows tickets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from kv_transfer.frames import Frame, Piece
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+class ByteChannel(Protocol):
+    """An ordered, reliable connection; one message is one encoded frame, at most
+    `frames.MAX_FRAME_BYTES` long. One task sends and one receives at a time.
+    """
+
+    async def send(self, data: bytes) -> None:
+        """Returns when the message is on its way. Raises WorkerLostError when the peer is gone."""
+        ...
+
+    async def receive(self) -> bytes:
+        """The next message, ``b""`` at a clean end. Raises WorkerLostError when the peer is gone."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the connection; a peer in `receive` hears it. Harmless when it has ended already."""
+        ...
+
+
+Connector = Callable[[str], Awaitable[ByteChannel]]
+"""Connects to the address of an offer. Raises WorkerLostError when nobody answers there (the next
+transport is tried), other BatonErrors when the peer refuses (none is).
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Staged:
+    """Room for the payload of one piece on the sender's side. ``offset``: where it lies in shared
+    memory, `frames.INLINE` when it will travel in the message.
+    """
+
+    buffer: Bytes
+    offset: int
+
+
+class FrameChannel(Protocol):
+    """Frames over one connection, with a bounded amount of payload in flight."""
+
+    capacity_bytes: int
+    """The most payload that may be staged at once."""
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        """Room for ``num_bytes`` of payload, or None when staged pieces have to be released first."""
+        ...
+
+    def release(self, staged: Staged) -> None:
+        """The peer has acknowledged the piece (or it was never sent): its room is free again."""
+        ...
+
+    async def send(self, frame: Frame) -> None: ...
+
+    async def receive(self) -> Frame | None:
+        """The next frame, None at the end. Raises WorkerLostError, or HandoffError for what is no frame."""
+        ...
+
+    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+        """The payload of a received piece, read-only, valid until the piece is acknowledged.
+
+        Raises HandoffError when it is not ``num_bytes`` long or lies outside the shared memory.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+FrameConnector = Callable[[str], Awaitable[FrameChannel]]

@@ -1,0 +1,287 @@
+"""The binary form of what the two ends of a handoff say to each other.
+
+A frame is one byte of kind, fixed little-endian fields, then variable ones with their length in
+front. No pickle, nothing is evaluated: whatever bytes arrive, `decode` gives a frame or raises
+HandoffError. Knows neither tickets nor channels.
+
+``stream`` numbers one opening of one ticket on one channel (1, 2, …; 0 speaks of the channel itself),
+so that what is left of an earlier opening can never be taken for the present one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import xxhash
+
+from common.errors import HandoffError
+from common.messages import KVLayout
+
+TRANSFER_VERSION = 1
+"""Version of this protocol; `Open` carries it."""
+
+MAX_PAYLOAD_BYTES = 4 << 20
+MAX_FRAME_BYTES = MAX_PAYLOAD_BYTES + (64 << 10)
+MAX_TEXT_BYTES = 4096
+INLINE = -1
+"""`Piece.offset` of a payload that travels in the frame itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Sender: I will push the KV of this ticket, as ``num_blocks`` blocks of ``layout``."""
+
+    stream: int
+    version: int
+    num_blocks: int
+    secret: bytes
+    ticket_id: str
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class OpenAck:
+    """Receiver: go on. ``verify``: checksums will be checked, so compute them."""
+
+    stream: int
+    verify: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Sender: blocks ``first .. first + count`` of the ticket in ``layer``.
+
+    ``sequence`` numbers the pieces of the channel. The payload is in the frame (``offset`` INLINE)
+    or at ``offset`` of the shared memory.
+    """
+
+    stream: int
+    sequence: int
+    layer: int
+    first: int
+    count: int
+    checksum: int
+    offset: int
+    payload: memoryview | bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class PieceAck:
+    """Receiver: piece ``sequence`` is dealt with, whatever became of it; its room may be used again."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Sender: that was all. ``finish`` is empty unless the first token already ends the answer."""
+
+    stream: int
+    token: int
+    index: int
+    num_pieces: int
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Receiver: everything is there, verified, and accepted."""
+
+    stream: int
+    num_pieces: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Sender: I give up."""
+
+    stream: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Error:
+    """Receiver: this stream is over (stream 0: the channel is). Codes are those of `common.errors`."""
+
+    stream: int
+    code: str
+    message: str
+
+
+Frame = Open | OpenAck | Piece | PieceAck | Commit | Receipt | Abort | Error
+
+_KINDS: dict[type[Frame], int] = {
+    kind: number for number, kind in enumerate((Open, OpenAck, Piece, PieceAck, Commit, Receipt, Abort, Error), 1)
+}
+_OPEN = struct.Struct("<BIHI")
+_OPEN_ACK = struct.Struct("<BIB")
+_PIECE = struct.Struct("<BIQIIIQq")
+_PIECE_ACK = struct.Struct("<BQ")
+_COMMIT = struct.Struct("<BIQQQ")
+_RECEIPT = struct.Struct("<BIQQ")
+_TEXTS = struct.Struct("<BI")
+_LENGTH = struct.Struct("<H")
+
+_LAYOUT_TEXTS = ("model", "dtype", "kind")
+_LAYOUT_NUMBERS = tuple(f.name for f in dataclasses.fields(KVLayout) if f.name not in _LAYOUT_TEXTS)
+_LAYOUT = struct.Struct(f"<{len(_LAYOUT_NUMBERS)}I")
+_PLACE = struct.Struct("<IIII")
+
+
+def checksum(payload: memoryview, stream: int, layer: int, first: int, count: int) -> int:
+    """xxh3-64 of a payload, seeded with its place: right bytes for the wrong blocks do not verify."""
+    seed = xxhash.xxh3_64_intdigest(_PLACE.pack(stream, layer, first, count))
+    return xxhash.xxh3_64_intdigest(payload, seed)
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame as one message. Raises HandoffError when a field does not fit."""
+    kind = _KINDS[type(frame)]
+    try:
+        match frame:
+            case Open():
+                layout = frame.layout
+                return b"".join(
+                    (
+                        _OPEN.pack(kind, frame.stream, frame.version, frame.num_blocks),
+                        _pack_bytes(frame.secret),
+                        _pack_text(frame.ticket_id),
+                        *(_pack_text(getattr(layout, name)) for name in _LAYOUT_TEXTS),
+                        _LAYOUT.pack(*(getattr(layout, name) for name in _LAYOUT_NUMBERS)),
+                    )
+                )
+            case OpenAck():
+                return _OPEN_ACK.pack(kind, frame.stream, frame.verify)
+            case Piece():
+                place = (frame.stream, frame.sequence, frame.layer, frame.first, frame.count)
+                header = _PIECE.pack(kind, *place, frame.checksum, frame.offset)
+                return b"".join((header, frame.payload)) if len(frame.payload) else header
+            case PieceAck():
+                return _PIECE_ACK.pack(kind, frame.sequence)
+            case Commit():
+                header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces)
+                return header + _pack_text(frame.finish)
+            case Receipt():
+                return _RECEIPT.pack(kind, frame.stream, frame.num_pieces, frame.num_bytes)
+            case Abort():
+                return _TEXTS.pack(kind, frame.stream) + _pack_text(_shorten(frame.reason))
+            case Error():
+                head = _TEXTS.pack(kind, frame.stream) + _pack_text(frame.code)
+                return head + _pack_text(_shorten(frame.message))
+    except (struct.error, UnicodeEncodeError) as error:
+        raise HandoffError(f"a {type(frame).__name__} frame cannot be encoded: {error}") from error
+
+
+def decode(data: bytes) -> Frame:
+    """The frame in ``data``. Raises HandoffError for anything that `encode` does not produce."""
+    if not 0 < len(data) <= MAX_FRAME_BYTES:
+        raise HandoffError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, this one has {len(data)}")
+    decoder = _DECODERS.get(data[0])
+    if decoder is None:
+        raise HandoffError(f"frame kinds are 1 to {len(_DECODERS)}, got {data[0]}")
+    reader = _Reader(data)
+    try:
+        frame = decoder(reader)
+    except (struct.error, UnicodeDecodeError) as error:
+        raise HandoffError(f"a frame of kind {data[0]} and {len(data)} bytes is malformed: {error}") from error
+    if reader.position != len(data):
+        raise HandoffError(f"a frame of kind {data[0]} has {len(data) - reader.position} bytes too many")
+    return frame
+
+
+def _pack_bytes(value: bytes) -> bytes:
+    if len(value) > MAX_TEXT_BYTES:
+        raise HandoffError(f"a field of a frame has at most {MAX_TEXT_BYTES} bytes, this one has {len(value)}")
+    return _LENGTH.pack(len(value)) + value
+
+
+def _pack_text(value: str) -> bytes:
+    return _pack_bytes(value.encode())
+
+
+def _shorten(text: str) -> str:
+    return text.encode(errors="replace")[:MAX_TEXT_BYTES].decode(errors="ignore")
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    def fields(self, form: struct.Struct) -> tuple[int, ...]:
+        """The fields of ``form`` from here on. Raises struct.error when the data ends before."""
+        values = form.unpack_from(self._data, self.position)
+        self.position += form.size
+        return values
+
+    def bytes(self) -> bytes:
+        (length,) = self.fields(_LENGTH)
+        if length > min(MAX_TEXT_BYTES, len(self._data) - self.position):
+            raise struct.error(f"a field of {length} bytes does not fit")
+        self.position += length
+        return self._data[self.position - length : self.position]
+
+    def text(self) -> str:
+        return self.bytes().decode()
+
+    def rest(self) -> memoryview:
+        start, self.position = self.position, len(self._data)
+        return memoryview(self._data)[start:]
+
+
+def _read_open(reader: _Reader) -> Open:
+    _, stream, version, num_blocks = reader.fields(_OPEN)
+    secret = reader.bytes()
+    ticket_id = reader.text()
+    texts = {name: reader.text() for name in _LAYOUT_TEXTS}
+    numbers = dict(zip(_LAYOUT_NUMBERS, reader.fields(_LAYOUT), strict=True))
+    return Open(stream, version, num_blocks, secret, ticket_id, KVLayout(**texts, **numbers))  # type: ignore[arg-type]
+
+
+def _read_open_ack(reader: _Reader) -> OpenAck:
+    _, stream, verify = reader.fields(_OPEN_ACK)
+    if verify > 1:
+        raise struct.error(f"a flag is 0 or 1, not {verify}")
+    return OpenAck(stream, bool(verify))
+
+
+def _read_piece(reader: _Reader) -> Piece:
+    _, stream, sequence, layer, first, count, digest, offset = reader.fields(_PIECE)
+    return Piece(stream, sequence, layer, first, count, digest, offset, reader.rest())
+
+
+def _read_piece_ack(reader: _Reader) -> PieceAck:
+    return PieceAck(reader.fields(_PIECE_ACK)[1])
+
+
+def _read_commit(reader: _Reader) -> Commit:
+    _, stream, token, index, num_pieces = reader.fields(_COMMIT)
+    return Commit(stream, token, index, num_pieces, reader.text())
+
+
+def _read_receipt(reader: _Reader) -> Receipt:
+    return Receipt(*reader.fields(_RECEIPT)[1:])
+
+
+def _read_abort(reader: _Reader) -> Abort:
+    return Abort(reader.fields(_TEXTS)[1], reader.text())
+
+
+def _read_error(reader: _Reader) -> Error:
+    return Error(reader.fields(_TEXTS)[1], reader.text(), reader.text())
+
+
+_DECODERS: dict[int, Callable[[_Reader], Frame]] = {
+    _KINDS[Open]: _read_open,
+    _KINDS[OpenAck]: _read_open_ack,
+    _KINDS[Piece]: _read_piece,
+    _KINDS[PieceAck]: _read_piece_ack,
+    _KINDS[Commit]: _read_commit,
+    _KINDS[Receipt]: _read_receipt,
+    _KINDS[Abort]: _read_abort,
+    _KINDS[Error]: _read_error,
+}

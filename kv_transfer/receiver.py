@@ -1,0 +1,239 @@
+"""The receiving side of the handoff seam (KVReceiver): lets senders write into reserved blocks.
+
+    receiver = Receiver(pool, config.transfer, host_id())
+    await receiver.start()                          # shared memory senders may come
+    receiver.advertise("grpc", "10.0.0.7:7001")     # once the server knows its port
+    await receiver.serve(channel)                   # the server does, for each channel that comes in
+    receiver.expect(ticket, listener)
+
+One coroutine serves one channel and takes its frames in order; tickets are shared by all channels.
+What is wrong with one ticket ends that ticket's stream, what is wrong with the frames themselves ends
+the channel. Knows nothing of why blocks were reserved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from common.config import TransferConfig
+from common.errors import BatonError, HandoffError, TicketError, WorkerLostError
+from common.lifecycle import Tasks
+from common.messages import Ticket, TransportOffer
+from kv_transfer.blocking import CopyThread, RunBlocking
+from kv_transfer.channel import ByteChannel, FrameChannel
+from kv_transfer.frames import Abort, Commit, Error, Frame, Open, OpenAck, Piece, PieceAck, Receipt
+from kv_transfer.pool import BlockPool
+from kv_transfer.session import Arrival, ArrivalListener, Opening, TransferCounters
+from kv_transfer.transports.inline import InlineFrames
+from kv_transfer.transports.shm import ShmListener
+
+log = logging.getLogger(__name__)
+
+
+class Receiver:
+    """A KVReceiver. ``run_blocking`` runs the copies into the pool (default: a thread of its own)."""
+
+    def __init__(
+        self, pool: BlockPool, config: TransferConfig, host_id: str, run_blocking: RunBlocking | None = None
+    ) -> None:
+        self.counters = TransferCounters()
+        self._pool = pool
+        self._config = config
+        self._host_id = host_id
+        self._thread = CopyThread("kv-receive")
+        self._run_blocking: RunBlocking = run_blocking or self._thread
+        self._arrivals: dict[str, Arrival] = {}
+        self._addresses: dict[str, str] = {}
+        self._shm: ShmListener | None = None
+        self._tasks = Tasks()
+
+    async def start(self) -> None:
+        """Listens for senders of the same host, when shared memory is among the transports."""
+        if "shm" in self._config.transports and self._host_id:
+            self._shm = ShmListener(self.serve_frames)
+            self._shm.start()
+            self.advertise("shm", self._shm.address)
+
+    def advertise(self, transport: str, address: str) -> None:
+        """Offers ``transport`` from now on. Ignored when the configuration does not have it."""
+        self._addresses[transport] = address
+
+    @property
+    def offers(self) -> tuple[TransportOffer, ...]:
+        """The ways in, in the configuration's order of preference."""
+        names = [name for name in self._config.transports if name in self._addresses]
+        return tuple(TransportOffer(name, self._addresses[name], self._host_id) for name in names)
+
+    def expect(self, ticket: Ticket, listener: ArrivalListener) -> None:
+        """Accepts writes under ``ticket`` from now on. Raises LayoutMismatchError or TicketError."""
+        if ticket.ticket_id in self._arrivals:
+            raise TicketError(f"ticket {ticket.ticket_id} is expected already")
+        self._arrivals[ticket.ticket_id] = Arrival(ticket, listener, self._pool.layout)
+
+    async def forget(self, ticket_id: str) -> None:
+        """Refuses the ticket from now on; its sender is told. Returns when no write touches the pool
+        any more. Harmless for unknown tickets.
+        """
+        arrival = self._arrivals.pop(ticket_id, None)
+        if arrival is None:
+            return
+        opening = arrival.withdraw()
+        if opening is not None:
+            error = TicketError(f"ticket {ticket_id} was withdrawn by the receiver")
+            self._tasks.spawn(opening.line.refuse(opening, error), "kv refuse")
+        await arrival.settled()
+
+    async def serve(self, channel: ByteChannel) -> None:
+        """Serves one incoming channel until it ends, and closes it."""
+        await self.serve_frames(InlineFrames(channel, capacity_bytes=0))
+
+    async def serve_frames(self, channel: FrameChannel) -> None:
+        """The same for a channel of frames."""
+        await _ServedChannel(self, channel).run()
+
+    async def close(self) -> None:
+        """Refuses everything from now on; no write touches the pool after it returns."""
+        if self._shm is not None:
+            await self._shm.close()
+        for ticket_id in list(self._arrivals):
+            await self.forget(ticket_id)
+        await self._tasks.close()
+        self._thread.close()
+
+    # for the channels
+
+    def arrival(self, frame: Open) -> Arrival:
+        """The ticket that ``frame`` may open. Raises TicketError."""
+        arrival = self._arrivals.get(frame.ticket_id)
+        if arrival is None:
+            raise TicketError(f"ticket {frame.ticket_id} is not known here: it has ended or expired, or never was")
+        arrival.check_secret(frame.secret)
+        return arrival
+
+    async def write(self, arrival: Arrival, opening: Opening, channel: FrameChannel, piece: Piece) -> None:
+        """Copies a piece into the pool if its ticket is live. Raises HandoffError when it is not sound."""
+        arrival.check_bounds(piece)
+        payload = channel.payload(piece, piece.count * self._pool.layout.block_layer_bytes)
+        fresh = await arrival.write(opening, piece, payload, self._pool, self._config.verify, self._run_blocking)
+        if fresh is None:
+            self.counters.stale += piece.count
+            return
+        self.counters.pieces += fresh
+        self.counters.num_bytes += fresh * self._pool.layout.block_layer_bytes
+        self.counters.duplicates += piece.count - fresh
+
+    @property
+    def verifies(self) -> bool:
+        return self._config.verify
+
+
+class _ServedChannel:
+    """One incoming channel and the streams that are open on it."""
+
+    def __init__(self, receiver: Receiver, channel: FrameChannel) -> None:
+        self._receiver = receiver
+        self._counters = receiver.counters
+        self._channel = channel
+        self._streams: dict[int, tuple[Opening, Arrival]] = {}
+        self._sending = asyncio.Lock()
+
+    async def run(self) -> None:
+        error: BatonError = WorkerLostError("the sender's channel ended before its commit")
+        try:
+            while (frame := await self._channel.receive()) is not None:
+                await self._handle(frame)
+        except WorkerLostError as lost:
+            error = lost
+        except HandoffError as broken:
+            error = broken
+            log.warning("a transfer channel is closed: %s", broken)
+            await self._say_if_possible(Error(0, broken.code, broken.message))
+        finally:
+            for stream in list(self._streams):
+                self._fail(stream, error)
+            await self._channel.close()
+
+    async def refuse(self, opening: Opening, error: BatonError) -> None:
+        """Tells the sender that ``opening`` is over."""
+        self._streams.pop(opening.stream, None)
+        await self._say_if_possible(Error(opening.stream, error.code, error.message))
+
+    async def _handle(self, frame: Frame) -> None:
+        match frame:
+            case Piece():
+                await self._take_piece(frame)
+            case Open() | Commit() | Abort():
+                try:
+                    answer = self._answer(frame)
+                except BatonError as error:
+                    self._fail(frame.stream, error)
+                    answer = Error(frame.stream, error.code, error.message)
+                if answer is not None:
+                    await self._say(answer)
+            case _:
+                raise HandoffError(f"a sender does not send {type(frame).__name__} frames")
+
+    def _answer(self, frame: Open | Commit | Abort) -> Frame | None:
+        match frame:
+            case Open():
+                return self._open(frame)
+            case Commit():
+                if frame.stream not in self._streams:
+                    raise TicketError(f"stream {frame.stream} is over, its commit comes too late")
+                opening, arrival = self._streams[frame.stream]
+                receipt = arrival.commit(opening, frame)
+                del self._streams[frame.stream]
+                self._counters.handoffs += 1
+                return Receipt(frame.stream, receipt.num_pieces, receipt.num_bytes)
+            case Abort():
+                self._fail(frame.stream, HandoffError(f"the sender gave up: {frame.reason}"))
+                return None
+
+    def _open(self, frame: Open) -> OpenAck:
+        if frame.stream == 0 or frame.stream in self._streams:
+            raise HandoffError(f"stream {frame.stream} cannot be opened, it is in use on this channel")
+        arrival = self._receiver.arrival(frame)
+        earlier = [stream for stream, (_, other) in self._streams.items() if other is arrival]
+        opening = Opening(self, frame.stream)
+        arrival.open(opening, replace=bool(earlier))
+        for stream in earlier:
+            del self._streams[stream]
+        self._streams[frame.stream] = opening, arrival
+        arrival.check_open(frame)
+        return OpenAck(frame.stream, self._receiver.verifies)
+
+    async def _take_piece(self, piece: Piece) -> None:
+        refusal: BatonError | None = None
+        if piece.stream in self._streams:
+            opening, arrival = self._streams[piece.stream]
+            try:
+                await self._receiver.write(arrival, opening, self._channel, piece)
+            except BatonError as error:
+                refusal = error.with_traceback(None)  # whoever keeps it would keep the staging memory
+            except Exception as error:  # the top of this handoff: its neighbours go on
+                log.exception("a piece cannot be written into the pool")
+                refusal = HandoffError(f"the piece cannot be written into the receiver's pool: {error!r}")
+        else:
+            self._counters.stale += piece.count
+        await self._say(PieceAck(piece.sequence))
+        if refusal is not None:
+            self._fail(piece.stream, refusal)
+            await self._say(Error(piece.stream, refusal.code, refusal.message))
+
+    def _fail(self, stream: int, error: BatonError) -> None:
+        """Ends a stream without a commit. Nothing happens when it is over already."""
+        if stream in self._streams:
+            opening, arrival = self._streams.pop(stream)
+            self._counters.failures += 1
+            arrival.fail(opening, error)
+
+    async def _say(self, frame: Frame) -> None:
+        async with self._sending:
+            await self._channel.send(frame)
+
+    async def _say_if_possible(self, frame: Frame) -> None:
+        try:
+            await self._say(frame)
+        except WorkerLostError:
+            pass

@@ -1,0 +1,179 @@
+"""The sending side of the handoff seam (KVSender): finds the way to a ticket's blocks.
+
+For each pair of workers the first transport wins, in this side's order of preference, that both have;
+when it does not connect, the next one is tried, and that is counted. One link per (transport,
+address) lives as long as its channel and carries all handoffs of the pair; after a failure the next
+handoff connects anew.
+
+    sender = Sender(pool, config.transfer, host_id(), {"grpc": connect})
+    push = await sender.open(ticket, block_ids)
+    push.push(layer=0, first=0, count=4)
+    receipt = await push.commit(commit)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from common.config import TransferConfig
+from common.errors import BatonError, ConfigError, HandoffError, WorkerLostError
+from common.lifecycle import Tasks
+from common.messages import KVLayout, Ticket, TransportOffer
+from kv_transfer.blocking import CopyThread, RunBlocking
+from kv_transfer.channel import Connector, FrameChannel
+from kv_transfer.frames import MAX_PAYLOAD_BYTES
+from kv_transfer.layout import check_equal
+from kv_transfer.link import Link
+from kv_transfer.pool import BlockPool
+from kv_transfer.session import Push, TransferCounters
+from kv_transfer.transports import shm
+from kv_transfer.transports.inline import InlineFrames
+
+log = logging.getLogger(__name__)
+
+SAME_HOST = frozenset({"shm"})
+CONNECT_TIMEOUT_S = 5.0
+_FRAME_BYTES = 1 << 20
+_FRAMES_IN_FLIGHT = 4
+"""At least so many piece frames fit into staging: while one is copied, others travel."""
+
+
+class Sender:
+    """A KVSender. ``connectors``: transport name → how to connect to an offer's address.
+
+    Shared memory needs no connector. ``run_blocking`` runs the copies out of the pool (default: a
+    thread of its own).
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        config: TransferConfig,
+        host_id: str,
+        connectors: Mapping[str, Connector],
+        run_blocking: RunBlocking | None = None,
+    ) -> None:
+        self.counters = TransferCounters()
+        self._pool = pool
+        self._config = config
+        self._host_id = host_id
+        self._connectors = connectors
+        self._frame_blocks = frame_blocks(pool.layout, config.staging_bytes)
+        self._thread = CopyThread("kv-send")
+        self._run_blocking: RunBlocking = run_blocking or self._thread
+        self._links: dict[tuple[str, str], Link] = {}
+        self._connecting: dict[tuple[str, str], asyncio.Task[Link | BatonError]] = {}
+        self._tasks = Tasks()
+        self._closed = False
+
+    async def open(self, ticket: Ticket, block_ids: Sequence[int]) -> Push:
+        """Starts a handoff of ``block_ids`` over the first transport that works.
+
+        Raises LayoutMismatchError, TicketError, other HandoffErrors, or WorkerLostError.
+        """
+        check_equal(self._pool.layout, ticket.layout)
+        if len(block_ids) != len(ticket.block_ids):
+            raise HandoffError(
+                f"ticket {ticket.ticket_id} is for {len(ticket.block_ids)} blocks, {len(block_ids)} were given"
+            )
+        lost: WorkerLostError | None = None
+        for offer in self._ways(ticket):
+            if lost is not None:
+                self.counters.fallbacks += 1
+                log.warning("transfer to %s falls back to %s: %s", ticket.worker_id, offer.name, lost)
+            try:
+                return await self._open_over(offer, ticket, block_ids)
+            except WorkerLostError as error:
+                lost = error
+        if lost is not None:
+            raise lost
+        offered = ", ".join(f"{offer.name} on host {offer.host_id or '?'}" for offer in ticket.offers)
+        raise HandoffError(
+            f"no common transport: here {', '.join(self._config.transports)} on host {self._host_id or '?'}, "
+            f"worker {ticket.worker_id} offers {offered or 'none'}"
+        )
+
+    async def close(self) -> None:
+        """Fails what is under way and ends all links."""
+        self._closed = True
+        await self._tasks.close()
+        for link in list(self._links.values()):
+            await link.close(WorkerLostError("this sender was closed"))
+        self._thread.close()
+
+    def _ways(self, ticket: Ticket) -> Iterator[TransportOffer]:
+        for name in self._config.transports:
+            if name != "shm" and name not in self._connectors:
+                continue
+            for offer in ticket.offers:
+                same_host = self._host_id != "" and offer.host_id == self._host_id
+                if offer.name == name and (same_host or name not in SAME_HOST):
+                    yield offer
+
+    async def _open_over(self, offer: TransportOffer, ticket: Ticket, block_ids: Sequence[int]) -> Push:
+        known = self._links.get((offer.name, offer.address))
+        if known is not None:
+            try:
+                return await known.open(ticket, block_ids)
+            except WorkerLostError:
+                if known.lost is None:
+                    raise
+                # The channel had died unnoticed (the peer was restarted, say): one fresh attempt.
+        link = await self._connect(offer.name, offer.address)
+        return await link.open(ticket, block_ids)
+
+    async def _connect(self, transport: str, address: str) -> Link:
+        """The link to ``address``; whoever comes while it is being made waits for the same one."""
+        key = transport, address
+        if self._closed:
+            raise WorkerLostError("this sender was closed")
+        if key in self._links:
+            return self._links[key]
+        if key not in self._connecting:
+            task = self._tasks.spawn(self._make_link(transport, address), f"kv {transport} connect")
+            self._connecting[key] = task
+            task.add_done_callback(lambda _: self._connecting.pop(key, None))
+        task = self._connecting[key]
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise WorkerLostError("this sender was closed")
+        outcome = task.result()
+        if isinstance(outcome, BatonError):
+            raise outcome
+        return outcome
+
+    async def _make_link(self, transport: str, address: str) -> Link | BatonError:
+        key = transport, address
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                channel = await self._make_channel(transport, address)
+        except BatonError as error:
+            return error
+        except TimeoutError:
+            return WorkerLostError(f"no {transport} connection to {address} within {CONNECT_TIMEOUT_S} s")
+
+        def forget(link: Link) -> None:
+            if self._links.get(key) is link:
+                del self._links[key]
+
+        link = Link(channel, transport, self._pool, self._frame_blocks, self._run_blocking, self.counters, forget)
+        self._links[key] = link
+        return link
+
+    async def _make_channel(self, transport: str, address: str) -> FrameChannel:
+        if transport == "shm":
+            return await shm.connect(address, self._config.staging_bytes)
+        return InlineFrames(await self._connectors[transport](address), self._config.staging_bytes)
+
+
+def frame_blocks(layout: KVLayout, staging_bytes: int) -> int:
+    """Most blocks of one layer in a piece frame. Raises ConfigError when not even one fits."""
+    limit = min(staging_bytes, MAX_PAYLOAD_BYTES)
+    if layout.block_layer_bytes > limit:
+        raise ConfigError(
+            f"one block of one layer has {layout.block_layer_bytes} bytes, a transfer takes at most {limit} "
+            f"(transfer.staging_bytes is {staging_bytes}): use a smaller engine.block_size"
+        )
+    return max(1, min(_FRAME_BYTES, staging_bytes // _FRAMES_IN_FLIGHT) // layout.block_layer_bytes)

@@ -1,0 +1,235 @@
+"""Shared memory between two processes of one host.
+
+    sender                                              receiver
+      connect to the abstract Unix socket ──────────────▶ accept; same user? (SO_PEERCRED)
+      anonymous memory file, sealed in size
+      hello + its descriptor (SCM_RIGHTS) ──────────────▶ seals and size checked, mapped read-only
+      copy blocks into the ring, piece frame ───────────▶ verify, copy into the pool
+      room free again ◀────────────────── acknowledgement
+
+Nothing has a name: the memory lives as long as the two mappings, the socket address as long as its
+listener, so a crash leaves nothing behind. The sender writes into staging only: once a piece is
+acknowledged it lies in the receiver's pool, where no late writer can reach it. The socket keeps
+message borders (SOCK_SEQPACKET), so one message is one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from common.errors import HandoffError, WorkerLostError
+from common.lifecycle import Tasks
+from kv_transfer.channel import Bytes, Staged
+from kv_transfer.frames import INLINE, Frame, Piece, decode, encode
+from kv_transfer.transports.staging import Ring
+
+log = logging.getLogger(__name__)
+
+HELLO = b"baton-kv-1"
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 32 << 10
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_CREDENTIALS = struct.Struct("3i")
+_ACCEPT_PAUSE_S = 0.2
+
+
+class SharedFrames:
+    """A FrameChannel whose payload lies in ``memory``; only the sender's end allocates in it."""
+
+    def __init__(self, sock: socket.socket, memory: mmap.mmap, *, is_sender: bool) -> None:
+        self.capacity_bytes = len(memory) if is_sender else 0
+        self._socket = sock
+        self._socket_users = 0
+        self._memory: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
+        self._ring = Ring(self.capacity_bytes)
+
+    def stage(self, num_bytes: int) -> Staged | None:
+        memory = self._mapped()
+        offset = self._ring.allocate(num_bytes)
+        return None if offset is None else Staged(memory[offset : offset + num_bytes], offset)
+
+    def release(self, staged: Staged) -> None:
+        self._ring.release(staged.offset)
+
+    async def send(self, frame: Frame) -> None:
+        data = encode(frame)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise HandoffError(f"a shared memory channel takes frames of {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
+        with self._using_socket() as sock:
+            await asyncio.get_running_loop().sock_sendall(sock, data)
+
+    async def receive(self) -> Frame | None:
+        with self._using_socket() as sock:
+            data = await asyncio.get_running_loop().sock_recv(sock, MAX_MESSAGE_BYTES)
+        return decode(data) if data else None
+
+    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+        memory = self._mapped()
+        if piece.offset == INLINE or len(piece.payload):
+            raise HandoffError(f"a piece of {num_bytes} bytes came in its frame instead of shared memory")
+        if not 0 <= piece.offset <= len(memory) - num_bytes:
+            raise HandoffError(
+                f"a piece of {num_bytes} bytes at {piece.offset} exceeds the {len(memory)} bytes of shared memory"
+            )
+        return memory[piece.offset : piece.offset + num_bytes]
+
+    async def close(self) -> None:
+        """The mapping goes with its last user: a copy under way keeps it until it is done."""
+        if self._memory is None:
+            return
+        self._memory = None
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._close_unused_socket()
+
+    def _mapped(self) -> Bytes:
+        if self._memory is None:
+            raise WorkerLostError("this shared memory channel is closed")
+        return self._memory
+
+    @contextmanager
+    def _using_socket(self) -> Iterator[socket.socket]:
+        """The socket, whose descriptor stays open while the event loop watches it: closed earlier, its
+        number could belong to another connection by the time the loop looks again.
+        """
+        self._mapped()
+        self._socket_users += 1
+        try:
+            yield self._socket
+        except OSError as error:
+            raise WorkerLostError(f"the peer of a shared memory channel is gone: {error.strerror}") from error
+        finally:
+            self._socket_users -= 1
+            self._close_unused_socket()
+
+    def _close_unused_socket(self) -> None:
+        if self._memory is None and self._socket_users == 0:
+            self._socket.close()
+
+
+async def connect(address: str, capacity_bytes: int) -> SharedFrames:
+    """Connects to a listener's ``address`` and shares ``capacity_bytes`` of staging memory with it.
+
+    Raises WorkerLostError when nobody of this user listens there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_connect(sock, _socket_name(address))
+        _check_same_user(sock)
+        descriptor = os.memfd_create("baton-kv-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(descriptor, capacity_bytes)
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+            memory = mmap.mmap(descriptor, capacity_bytes)
+            socket.send_fds(sock, [HELLO], [descriptor])
+        finally:
+            os.close(descriptor)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):  # TimeoutError included
+            raise WorkerLostError(f"no shared memory connection to {address}: {error}") from error
+        raise
+    return SharedFrames(sock, memory, is_sender=True)
+
+
+class ShmListener:
+    """Accepts senders of this host and user, and hands each one's channel to ``serve``."""
+
+    def __init__(self, serve: Callable[[SharedFrames], Awaitable[None]]) -> None:
+        self.address = f"@baton-kv-{os.getpid()}-{secrets.token_hex(8)}"
+        self._serve = serve
+        self._tasks = Tasks()
+        self._accepted: dict[int, socket.socket] = {}
+        """Connections whose task has not begun; one cancelled before that cannot close its own."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        self._socket.bind(_socket_name(self.address))
+        self._socket.listen()
+
+    def start(self) -> None:
+        self._tasks.spawn(self._accept(), "kv shm accept")
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        for sock in (*self._accepted.values(), self._socket):
+            sock.close()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._socket)
+            except OSError as error:  # out of descriptors, say: others have to end first
+                log.warning("cannot accept a shared memory connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self._accepted[sock.fileno()] = sock
+            self._tasks.spawn(self._welcome(sock), "kv shm channel")
+
+    async def _welcome(self, sock: socket.socket) -> None:
+        del self._accepted[sock.fileno()]
+        try:
+            _check_same_user(sock)
+            memory = await _receive_memory(sock)
+        except (OSError, WorkerLostError, HandoffError) as error:
+            log.warning("refused a shared memory connection: %s", error)
+            sock.close()
+            return
+        except BaseException:
+            sock.close()
+            raise
+        channel = SharedFrames(sock, memory, is_sender=False)
+        del memory  # from here on the channel decides how long it stays mapped
+        try:
+            await self._serve(channel)
+        finally:
+            await channel.close()
+
+
+async def _receive_memory(sock: socket.socket) -> mmap.mmap:
+    """The memory file of the sender's hello, mapped read-only."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(sock, readable.set)
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await readable.wait()
+    finally:
+        loop.remove_reader(sock)
+    hello, descriptors, _, _ = socket.recv_fds(sock, len(HELLO) + 1, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if hello != HELLO or len(descriptors) != 1:
+            raise HandoffError(f"a hello is {HELLO!r} with 1 descriptor, got {hello!r} with {len(descriptors)}")
+        seals = fcntl.fcntl(descriptors[0], fcntl.F_GET_SEALS)
+        if seals & _SEALS != _SEALS:  # a file that shrinks later would kill whoever reads it (SIGBUS)
+            raise HandoffError(f"staging memory has to be sealed in size (seals {_SEALS}), its seals are {seals}")
+        size = os.fstat(descriptors[0]).st_size
+        return mmap.mmap(descriptors[0], size, prot=mmap.PROT_READ)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _socket_name(address: str) -> str:
+    """The abstract socket name (it starts with a zero byte) of an offer's address."""
+    if not address.startswith("@"):
+        raise WorkerLostError(f"a shared memory address starts with '@', got {address!r}")
+    return "\0" + address[1:]
+
+
+def _check_same_user(sock: socket.socket) -> None:
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        raise WorkerLostError(f"shared memory peers must run as user {os.geteuid()}, the other is user {user}")

@@ -1,0 +1,113 @@
+"""The answer to one request: its tokens, accepted by index, and its end.
+
+Whatever happens to the attempts behind it, an answer's tokens are 0, 1, 2, … with no gap and no
+repeat, and once accepted they are final. One side writes (`accept`, `finish`, `fail`), the other reads
+`events`; tokens that came in several frames while the reader was busy are read together.
+
+Knows nothing of workers, text or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+from common.errors import BatonError, HandoffError
+from common.messages import FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that the client is told about. ``cached_tokens`` <= ``prompt_tokens``."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewTokens:
+    """``tokens[i]`` has index ``first_index + i``."""
+
+    first_index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of an answer that succeeded."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+AnswerEvent = NewTokens | Finished
+
+
+class Answer:
+    """The tokens of one request so far."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.duplicates = 0
+        self._finished: Finished | None = None
+        self._error: BatonError | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._finished is not None or self._error is not None
+
+    def accept(self, first_index: int, tokens: Sequence[int]) -> int:
+        """Takes the tokens that are new and returns their number; repeats are dropped and counted.
+
+        Raises HandoffError when an index is missing, or when a repeat differs from what was accepted.
+        """
+        if self.ended:
+            self.duplicates += len(tokens)
+            return 0
+        known = len(self.tokens) - first_index
+        if known < 0:
+            raise HandoffError(f"token {len(self.tokens)} is missing: the worker went on with token {first_index}")
+        if known == 0:
+            self.tokens.extend(tokens)
+            self._changed.set()
+            return len(tokens)
+        repeats = list(tokens[:known])
+        self.duplicates += len(repeats)
+        accepted = self.tokens[first_index : first_index + len(repeats)]
+        if repeats != accepted:
+            raise HandoffError(f"tokens from index {first_index} came twice and differ: {accepted}, then {repeats}")
+        new = tokens[known:]
+        self.tokens.extend(new)
+        if new:
+            self._changed.set()
+        return len(new)
+
+    def finish(self, reason: FinishReason, usage: Usage) -> None:
+        """Ends the answer; what was ended before stays as it was."""
+        if not self.ended:
+            self._finished = Finished(reason, usage)
+            self._changed.set()
+
+    def fail(self, error: BatonError) -> None:
+        if not self.ended:
+            self._error = error
+            self._changed.set()
+
+    async def events(self) -> AsyncGenerator[AnswerEvent, None]:
+        """All tokens from index 0, then Finished, or the error raised. Its writer owns the deadline."""
+        num_read = 0
+        while True:
+            if num_read < len(self.tokens):
+                first_index, num_read = num_read, len(self.tokens)
+                yield NewTokens(first_index, tuple(self.tokens[first_index:num_read]))
+            elif self._finished is not None:
+                yield self._finished
+                return
+            elif self._error is not None:
+                raise self._error
+            else:
+                self._changed.clear()
+                await self._changed.wait()

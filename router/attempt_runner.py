@@ -1,0 +1,191 @@
+"""Runs one attempt on one pair of workers, and leaves both free of it, however it ends.
+
+    split:      D.reserve ─▶ P.prefill(ticket) ─▶ first token from P ─▶ tokens from D's stream ─▶ finish
+    colocated:  D.submit  ─▶ tokens from D's stream ─▶ finish
+
+P and D can each fail at any moment; whichever does first ends the attempt, and the other is told. D is
+cancelled by a message, P by closing its stream.
+
+Knows one attempt; whether there is another one is the service's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from common.errors import BatonError, HandoffError, NoCapacityError, UnavailableError, WorkerLostError
+from common.lifecycle import Tasks
+from common.messages import FirstToken, Ticket
+from router.attempt import Attempt
+from router.live_request import SETTLE_TIMEOUT_S, LiveRequest
+from router.placement import Decision
+from router.worker import Worker
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 0.25
+"""A worker that refused for want of capacity is asked again after this time, without any news."""
+
+RESERVE_TIMEOUT_S = 5.0
+CANCEL_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Where an attempt runs; ``prefill`` is None in colocated mode."""
+
+    prefill: Worker | None
+    decode: Worker
+    decision: Decision
+
+
+class AttemptRunner:
+    """``news`` is called when capacity may have become free."""
+
+    def __init__(self, router_id: str, tasks: Tasks, news: Callable[[], None]) -> None:
+        self._router_id = router_id
+        self._tasks = tasks
+        self._news = news
+
+    def begin(self, live: LiveRequest, pair: Pair) -> Attempt:
+        """Books the attempt on both workers, so that the next placement sees it."""
+        attempt = live.begin_attempt(pair.decision)
+        context = live.demand.context_tokens
+        if pair.prefill is not None and pair.decision.prefill is not None:
+            pair.prefill.begin(attempt, max(1, context - pair.decision.prefill.hit_tokens))
+        missing = max(0, context - pair.decision.decode.hit_tokens)
+        pair.decode.begin(attempt, context, -(-missing // pair.decode.block_size))
+        return attempt
+
+    async def run(self, live: LiveRequest, pair: Pair, attempt: Attempt) -> None:
+        """Returns when the answer is complete and both workers have said their last word.
+
+        Raises what ended the attempt. NoCapacityError: a worker is full, and nothing was lost by it.
+        """
+        held = True  # D may hold something for this attempt
+        leg: asyncio.Task[None] | None = None
+        try:
+            ticket = await self._reserve(live, pair, attempt)
+            if pair.prefill is not None and ticket is not None:
+                leg = self._tasks.spawn(self._prefill(live, pair.prefill, attempt, ticket), f"prefill {attempt.key}")
+            finish = await attempt.outcome
+            held = False
+            live.settle(finish, colocated=pair.prefill is None)
+            if leg is not None:
+                await asyncio.wait([leg], timeout=SETTLE_TIMEOUT_S)
+        except NoCapacityError as error:
+            held = leg is not None
+            live.drop_attempt(error, reserved=held)
+            raise
+        except BatonError as error:
+            culprits = _culprits(pair, attempt, error)
+            for worker in (pair.prefill, pair.decode):
+                if worker is not None and worker.address in culprits and isinstance(error, UnavailableError):
+                    self._pause(worker)
+            live.fail_attempt(error, culprits)
+            raise
+        finally:
+            if leg is not None:
+                leg.cancel()
+            if held:
+                self._tasks.spawn(self._cancel(pair.decode, attempt), f"cancel {attempt.key}")
+            for worker in (pair.prefill, pair.decode):
+                if worker is not None:
+                    worker.end(attempt)
+            self._news()
+
+    async def _reserve(self, live: LiveRequest, pair: Pair, attempt: Attempt) -> Ticket | None:
+        """D's promise of blocks. None from a worker that does it all."""
+        loop = asyncio.get_running_loop()
+        started_at = loop.time()
+        call = loop.create_task(self._ask(pair, attempt), name=f"reserve {attempt.key}")
+        try:
+            # A worker that is lost meanwhile ends the attempt, and with it the wait.
+            either: list[asyncio.Future[Any]] = [call, attempt.outcome]
+            await asyncio.wait(either, timeout=RESERVE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                if attempt.outcome.done():
+                    attempt.outcome.result()
+                raise WorkerLostError(
+                    f"{pair.decode.worker_id} did not answer a reservation within {RESERVE_TIMEOUT_S:g} s"
+                )
+            ticket = call.result()
+        except NoCapacityError:
+            self._pause(pair.decode)
+            raise
+        finally:
+            call.cancel()
+        pair.decode.took(attempt)
+        live.record.reserve_s = loop.time() - started_at
+        live.count_attempt()
+        return ticket
+
+    async def _ask(self, pair: Pair, attempt: Attempt) -> Ticket | None:
+        client = pair.decode.decode_client
+        if pair.prefill is not None:
+            return await client.reserve(self._router_id, attempt.request)
+        await client.submit(self._router_id, attempt.request)
+        return None
+
+    async def _prefill(self, live: LiveRequest, worker: Worker, attempt: Attempt, ticket: Ticket) -> None:
+        """P's leg: the first token at once, then word that D has the KV. Its failure fails the attempt."""
+        handed_off = False
+        try:
+            async with aclosing(worker.prefill_client.prefill(attempt.request, ticket)) as events:
+                worker.took(attempt)
+                async for event in events:
+                    if isinstance(event, FirstToken):
+                        worker.outstanding.end(attempt.key)
+                        self._news()
+                        live.first_token(event)
+                    else:
+                        live.handed_off(event)
+                        handed_off = True
+            if not handed_off:
+                raise WorkerLostError(f"{worker.worker_id} ended a prefill without a handoff")
+        except BatonError as error:
+            if attempt.decoding or handed_off:
+                return  # D has the KV and goes on: P does not matter any more
+            if isinstance(error, NoCapacityError):
+                self._pause(worker)
+            attempt.fail(error, worker.address)
+        except Exception as error:
+            log.exception("prefill %s failed", attempt.key)
+            attempt.fail(BatonError(f"internal error ({type(error).__name__})"), worker.address)
+        finally:
+            worker.end(attempt)
+            self._news()
+
+    def _pause(self, worker: Worker) -> None:
+        """Nothing more goes to the worker until it reports, or for a moment: it has no capacity, or it
+        may be gone without its link knowing yet.
+        """
+        worker.refused()
+
+        def retry() -> None:
+            worker.may_retry()
+            self._news()
+
+        asyncio.get_running_loop().call_later(RETRY_S, retry)
+
+    async def _cancel(self, decode: Worker, attempt: Attempt) -> None:
+        """Tells D that the attempt is over. If it cannot be told, the ticket's lease frees the blocks."""
+        if not decode.alive:
+            return
+        try:
+            async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                await decode.decode_client.cancel(*attempt.key)
+        except (BatonError, TimeoutError) as error:
+            log.warning("could not cancel %s on %s: %s", attempt.key, decode.worker_id, error)
+
+
+def _culprits(pair: Pair, attempt: Attempt, error: BatonError) -> tuple[str, ...]:
+    """The workers that the next attempt should avoid; a broken handoff has two ends."""
+    if isinstance(error, HandoffError) and pair.prefill is not None:
+        return (pair.prefill.address, pair.decode.address)
+    return attempt.culprits or (pair.decode.address,)

@@ -1,0 +1,250 @@
+"""A KV channel: messages of bytes, both ways, between two workers, over one bidirectional call.
+
+    connect(address) ──▶ KVChannel ═══ Channel call ═══ KVChannel ──▶ KVService.serve
+
+What the bytes are is unknown here. A client that ends on purpose says so with an empty message, because
+gRPC does not tell a server whether its client finished or died; a server ends with the call's status.
+gRPC's flow control is the only buffer: `send` waits while the peer does not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar
+
+import grpc
+
+from common.errors import BatonError, WorkerLostError
+from rpc.connection import ACCEPTED, MAX_MESSAGE_BYTES, accepted, open_channel, secret_metadata
+from rpc.status import from_rpc_error, made_by_grpc, reports_errors
+from rpc.v1 import worker_pb2 as pb
+from rpc.v1 import worker_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # what gRPC reads at the end of a stream
+
+CLOSE_S = 2.0
+"""How long an end that has closed waits for the other one."""
+
+MAX_DATA_BYTES = MAX_MESSAGE_BYTES - 64
+
+
+class KVChannel:
+    """One end. One task sends and one receives at a time; cancelling either leaves the channel whole.
+
+    ``read`` gives the next message, ``b""`` at a clean end; ``write`` sends one; ``end`` tells the peer
+    that nothing more will come. All three raise BatonError.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        read: Callable[[], Awaitable[bytes]],
+        write: Callable[[bytes], Awaitable[None]],
+        end: Callable[[], Awaitable[None]],
+    ) -> None:
+        self.peer = peer
+        self._read = read
+        self._write = write
+        self._end = end
+        # gRPC cancels the whole call with the task that reads or writes, so each does it in a task of its own.
+        self._reading: asyncio.Future[bytes] | None = None
+        self._writing: asyncio.Future[None] | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: BatonError | None = None
+
+    async def send(self, data: bytes) -> None:
+        """Returns when the message is on its way. Raises WorkerLostError when the peer is gone.
+
+        ``data``: 1 to `MAX_DATA_BYTES` bytes.
+        """
+        if not 0 < len(data) <= MAX_DATA_BYTES:
+            raise BatonError(f"a message of a KV channel has 1 to {MAX_DATA_BYTES} bytes, this one {len(data)}")
+        if self._writing is not None:  # a send that was cancelled half-way
+            await self._outcome(self._writing)
+        self._writing = self._start(lambda: self._write(data))
+        await self._outcome(self._writing)
+        self._writing = None
+
+    async def receive(self) -> bytes:
+        """The next message, ``b""`` once either side has closed. Raises WorkerLostError when the peer is
+        gone, or what the serving side raised.
+        """
+        try:
+            if self._reading is None:
+                self._reading = self._start(self._read)
+            data = await self._outcome(self._reading)
+        except _ClosedHereError:
+            return b""
+        if data:
+            self._reading = None
+        return data
+
+    async def close(self) -> None:
+        """Ends the channel; the peer's `receive` gives ``b""``. Harmless when it has ended already."""
+        if not self._over.done():
+            self._over.set_result(None)
+            if self._writing is not None:
+                await asyncio.wait({self._writing}, timeout=CLOSE_S)
+            await self._end()
+            self._drop()
+
+    def lose(self, error: BatonError) -> None:
+        """The peer is gone: whoever waits in `send` or `receive`, or will, hears ``error``."""
+        if not self._over.done():
+            self._error = error
+            self._over.set_result(None)
+            self._drop()
+
+    async def wait_over(self) -> None:
+        """Until this end is closed or the peer is lost."""
+        await asyncio.wait({self._over})
+
+    def _start(self, operation: Callable[[], Awaitable[T]]) -> asyncio.Future[T]:
+        if self._over.done():
+            raise self._reason()
+        future = asyncio.ensure_future(operation())
+        future.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return future
+
+    async def _outcome(self, operation: asyncio.Future[T]) -> T:
+        if not self._over.done():
+            waited: set[asyncio.Future[Any]] = {operation, self._over}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if operation.done() and not operation.cancelled():
+            return operation.result()
+        raise self._reason()
+
+    def _reason(self) -> BatonError:
+        return self._error or _ClosedHereError(f"the KV channel with {self.peer} is closed")
+
+    def _drop(self) -> None:
+        for operation in (self._reading, self._writing):
+            if operation is not None:
+                operation.cancel()
+
+
+class _ClosedHereError(WorkerLostError):
+    """`close` was called on this side."""
+
+
+async def connect(address: str, *, secret: str | None = None, timeout_s: float = 5.0) -> KVChannel:
+    """Opens a KV channel to the worker at ``address`` (host:port).
+
+    Raises WorkerLostError when nobody answers there within ``timeout_s``, AuthenticationError, or
+    ConfigError when that worker serves no KV.
+    """
+    connection = open_channel(address)
+    call: Any = pb_grpc.KVStub(connection).Channel(metadata=secret_metadata(secret))  # type: ignore[call-arg]
+
+    async def read() -> bytes:
+        try:
+            frame: Any = await call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _explain(error, address) from error
+        return b"" if frame is EOF else bytes(frame.data)
+
+    async def write(data: bytes) -> None:
+        try:
+            await call.write(pb.KVFrame(data=data))
+        except grpc.aio.AioRpcError as error:
+            raise _explain(error, address) from error
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise WorkerLostError(f"the KV channel with {address} was cut ({error})") from error
+
+    async def end() -> None:
+        with contextlib.suppress(TimeoutError, BatonError):
+            async with asyncio.timeout(CLOSE_S):
+                await write(b"")
+                await call.done_writing()
+                await call.code()
+        call.cancel()
+        await connection.close(None)
+
+    try:
+        async with asyncio.timeout(timeout_s):
+            if not await accepted(call):
+                await read()
+                raise WorkerLostError(f"{address} ended the KV channel before it was open")
+    except TimeoutError as error:
+        await connection.close(None)
+        raise WorkerLostError(f"{address} did not open a KV channel within {timeout_s} s") from error
+    except BaseException:
+        await connection.close(None)
+        raise
+    return KVChannel(address, read, write, end)
+
+
+def _explain(error: grpc.aio.AioRpcError, address: str) -> BatonError:
+    if made_by_grpc(error) and error.code() is grpc.StatusCode.INTERNAL:
+        # A write that the end of the call overtook; the peer's own status is lost by it.
+        return WorkerLostError(f"the KV channel with {address} was cut ({error.details()})")
+    return from_rpc_error(error, address)
+
+
+class KVService(Protocol):
+    """The receiving side of a worker."""
+
+    async def serve(self, channel: KVChannel) -> None:
+        """One peer's channel, until ``receive`` gives ``b""`` or raises. The call ends with it: what it
+        raises reaches the peer, as WorkerLostError when it comes in the middle of a send.
+        """
+        ...
+
+
+class KVServicer(pb_grpc.KVServicer):
+    def __init__(self, service: KVService) -> None:
+        self._service = service
+
+    @reports_errors
+    async def Channel(self, _requests: Any, context: Any) -> None:  # type: ignore[override]
+        peer = context.peer()
+
+        async def read() -> bytes:
+            frame = await context.read()
+            if frame is EOF:
+                raise WorkerLostError(f"the KV channel with {peer} was cut")
+            return bytes(frame.data)
+
+        async def write(data: bytes) -> None:
+            try:
+                await context.write(pb.KVFrame(data=data))
+            except grpc.aio.BaseError as error:
+                raise WorkerLostError(f"the KV channel with {peer} was cut ({error})") from error
+
+        async def end() -> None:
+            """The call ends, and so says it, as soon as this channel is over."""
+
+        await context.send_initial_metadata(ACCEPTED)
+        channel = KVChannel(peer, read, write, end)
+        serving = asyncio.ensure_future(self._service.serve(channel))
+        over = asyncio.ensure_future(channel.wait_over())
+        try:
+            await asyncio.wait({serving, over}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            channel.lose(WorkerLostError(f"the KV channel with {peer} was cut"))
+            serving.add_done_callback(_log_failure)
+            raise
+        finally:
+            over.cancel()
+            await asyncio.wait({serving}, timeout=CLOSE_S)
+            if not serving.done():
+                serving.cancel()
+                await asyncio.wait({serving}, timeout=CLOSE_S)
+            await channel.close()
+        with contextlib.suppress(_ClosedHereError):  # the service closed, and then tried to send
+            if serving.done() and not serving.cancelled():
+                serving.result()
+
+
+def _log_failure(serving: asyncio.Future[None]) -> None:
+    """No peer is left to hear how serving it ended."""
+    error = None if serving.cancelled() else serving.exception()
+    if error is not None and not isinstance(error, BatonError):
+        log.error("serving a KV channel failed", exc_info=error)

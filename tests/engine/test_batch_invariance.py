@@ -1,0 +1,111 @@
+"""Law 1, bitwise: a row's logits and its sampled token depend on its own sequence alone."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ConfigError, EngineError
+from common.messages import SamplingParams
+from engine import numerics
+from engine.sampler import RowSampling, Sampler
+from tests.engine.model_driver import Driver, load, random_tokens
+from tests.tiny_model import build_tiny_llama
+
+pytestmark = pytest.mark.skipif(not numerics.is_prepared(), reason="torch was loaded without MKL's strict mode")
+
+
+@pytest.fixture(scope="module", params=[{}, {"num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads": 6}])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
+    folder = build_tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=1024, **request.param)
+    return Driver(load(folder, batch_invariant=True, blocks=400))
+
+
+@settings(deadline=None, max_examples=12)
+@given(seed=st.integers(0, 2**32), length=st.integers(2, 700), longest=st.integers(1, 600))
+def test_any_chunking_in_any_company(model: Driver, seed: int, length: int, longest: int) -> None:
+    rng = random.Random(seed)
+    tokens = random_tokens(rng, length)
+    alone = Driver(model.loaded, seed)
+    # One row at a time would be slow for long sequences: the last rows are decoded singly, alone.
+    start = max(0, length - 5)
+    if start:
+        alone.run([alone.step("alone", tokens[:start], 0)])
+    singly = {i: alone.run([alone.step("alone", tokens[i : i + 1], i)])[0] for i in range(start, length)}
+
+    others = {f"other {i}": random_tokens(rng, rng.randint(1, 300)) for i in range(rng.randint(0, 5))}
+    together = Driver(model.loaded, seed + 1).run_all({"it": tokens} | others, rng, longest)["it"]
+    whole = Driver(model.loaded, seed + 2)
+    assert whole.run([whole.step("it", tokens, 0)])[0].equal(singly[length - 1])
+    for position, logits in together.items():
+        if position in singly:
+            assert logits.equal(singly[position]), f"position {position} of {length} differs"
+
+    row = RowSampling(SamplingParams(max_tokens=1, temperature=0.8, top_k=100, top_p=0.9, seed=seed), length)
+    sampler = Sampler(())
+    crowd = torch.stack([together[length - 1], *torch.randn(7, 512)])
+    among = sampler.sample(crowd, [row] + [RowSampling(SamplingParams(max_tokens=1, seed=i), 3) for i in range(7)])
+    assert among[0] == sampler.sample(singly[length - 1][None].clone(), [row])[0]
+
+
+def test_more_rows_than_one_product_takes(model: Driver) -> None:
+    rng = random.Random(5)
+    sequences = [random_tokens(rng, 260) for _ in range(5)]
+    together = Driver(model.loaded)
+    rows = together.run([together.step(str(i), tokens, 0) for i, tokens in enumerate(sequences)])
+    for tokens, logits in zip(sequences, rows, strict=True):
+        alone = Driver(model.loaded)
+        assert alone.run([alone.step("it", tokens, 0)])[0].equal(logits)
+
+
+def test_block_size_does_not_show(tmp_path: Path) -> None:
+    folder = build_tiny_llama(tmp_path)
+    tokens = random_tokens(random.Random(1), 400)
+    seen = []
+    for block_size in (8, 16, 64):
+        driver = Driver(load(folder, batch_invariant=True, block_size=block_size))
+        seen.append(driver.run([driver.step("it", tokens, 0)])[0])
+    assert seen[0].equal(seen[1])
+    assert seen[0].equal(seen[2])
+
+
+def test_other_dtypes_are_refused(tmp_path: Path) -> None:
+    from common.config import EngineConfig
+    from engine.loading import load_model
+
+    folder = build_tiny_llama(tmp_path)
+    with pytest.raises(ConfigError, match="float32, it is bfloat16"):
+        load_model(folder, EngineConfig(device="cpu", batch_invariant=True), "bfloat16", 1, None, None, print)
+
+
+def test_platform_that_breaks_the_promise_is_found() -> None:
+    code = (
+        "import torch; from engine.numerics import check_batch_invariance\n"
+        "real = torch.nn.functional.linear\n"
+        "torch.nn.functional.linear = lambda x, w: real(x, w) + len(x) * 1e-6\n"
+        "check_batch_invariance([torch.randn(64, 32)], 16)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert EngineError.__name__ in run.stderr
+    assert "a product of 8 rows with a weight of [64, 32] differs" in run.stderr
+
+
+def test_environment_is_set_only_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MKL_CBWR")
+    assert "torch was loaded" in (numerics.prepare_environment() or "")
+    monkeypatch.delitem(sys.modules, "torch")
+    assert numerics.prepare_environment() is None
+    assert os.environ["MKL_CBWR"].endswith(",STRICT")
+
+
+def test_importing_numerics_imports_no_torch() -> None:
+    code = "import sys, engine.numerics; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,96 @@
+"""The codec: what goes in comes out, and whatever else comes in is refused in words."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from common.errors import HandoffError
+from common.messages import KVLayout
+from kv_transfer.frames import (
+    MAX_FRAME_BYTES,
+    MAX_TEXT_BYTES,
+    Abort,
+    Commit,
+    Error,
+    Frame,
+    Open,
+    OpenAck,
+    Piece,
+    PieceAck,
+    Receipt,
+    checksum,
+    decode,
+    encode,
+)
+
+u16, u32, u64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+text = st.text(max_size=40)
+layouts = st.builds(
+    KVLayout, text, u32, u32, u32, u32, text, u32, u32, u32, u32, text, u32
+)  # in the order of its fields
+frames: st.SearchStrategy[Frame] = st.one_of(
+    st.builds(Open, u32, u16, u32, st.binary(max_size=40), text, layouts),
+    st.builds(OpenAck, u32, st.booleans()),
+    st.builds(Piece, u32, u64, u32, u32, u32, u64, st.integers(-1, 2**63 - 1), st.binary(max_size=99)),
+    st.builds(PieceAck, u64),
+    st.builds(Commit, u32, u64, u64, u64, text),
+    st.builds(Receipt, u32, u64, u64),
+    st.builds(Abort, u32, text),
+    st.builds(Error, u32, text, text),
+)
+
+
+@given(frames)
+def test_round_trip(frame: Frame) -> None:
+    assert decode(encode(frame)) == frame
+
+
+@given(st.binary(max_size=200))
+@example(b"")
+@example(b"\x02\0\0\0\0")
+def test_any_bytes_give_a_frame_or_a_handoff_error(data: bytes) -> None:
+    try:
+        frame = decode(data)
+    except HandoffError:
+        return
+    assert encode(frame) == data
+
+
+@given(frames, st.data())
+def test_cut_or_prolonged_frames(frame: Frame, data: st.DataObject) -> None:
+    encoded = encode(frame)
+    cut = encoded[: data.draw(st.integers(0, len(encoded) - 1))]
+    if isinstance(frame, Piece):  # its payload ends where the message does, and its length is checked later
+        cut = cut[: len(encoded) - len(frame.payload) - 1]
+    else:
+        with pytest.raises(HandoffError, match="too many"):
+            decode(encoded + b"\0")
+    with pytest.raises(HandoffError):
+        decode(cut)
+
+
+def test_size_limits() -> None:
+    with pytest.raises(HandoffError, match=f"1 to {MAX_FRAME_BYTES} bytes, this one has {MAX_FRAME_BYTES + 1}"):
+        decode(bytes(MAX_FRAME_BYTES + 1))
+    long_reason = decode(encode(Abort(1, "ü" * MAX_TEXT_BYTES)))
+    assert long_reason == Abort(1, "ü" * (MAX_TEXT_BYTES // 2))
+    layout = KVLayout("m", 1, 1, 1, 1, "float32")
+    with pytest.raises(HandoffError, match=f"at most {MAX_TEXT_BYTES} bytes, this one has 5000"):
+        encode(Open(1, 1, 1, b"s", "t" * 5000, layout))
+    with pytest.raises(HandoffError, match="a Commit frame cannot be encoded"):
+        encode(Commit(1, -1, 0, 0))
+
+
+@given(st.binary(min_size=1, max_size=64), st.tuples(u32, u32, u32, u32), st.data())
+def test_checksum_covers_bytes_and_place(payload: bytes, place: tuple[int, int, int, int], data: st.DataObject) -> None:
+    whole = checksum(memoryview(payload), *place)
+    assert whole == checksum(memoryview(payload), *place)
+    at = data.draw(st.integers(0, len(payload) - 1))
+    flipped = bytearray(payload)
+    flipped[at] ^= 1
+    assert checksum(memoryview(flipped), *place) != whole
+    which = data.draw(st.integers(0, 3))
+    moved = [number ^ 1 if index == which else number for index, number in enumerate(place)]
+    assert checksum(memoryview(payload), *moved) != whole
