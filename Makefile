@@ -33,6 +33,7 @@ test-slow: $(STAMP)  ## the tests that are too long for every change
 
 check: $(STAMP)  ## lint, types, import rules, freshness of generated code
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m rpc.generate --check

@@ -39,9 +39,7 @@ class BatonError(Exception):
     code: ClassVar[str] = "internal"
     retriable: ClassVar[bool] = False
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param

@@ -17,9 +17,7 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
-        self.requests = Counter(
-            "baton_requests_total", "Requests by how they ended.", ["reason"], registry=r
-        )
+        self.requests = Counter("baton_requests_total", "Requests by how they ended.", ["reason"], registry=r)
         self.requests_running = Gauge("baton_requests_running", "Requests that have not ended.", registry=r)
         self.requests_queued = Gauge("baton_requests_queued", "Requests waiting for a worker.", registry=r)
         self.attempts = Counter(
@@ -42,13 +40,9 @@ class RouterMetrics:
         self.e2e = Histogram(
             "baton_request_duration_seconds", "From arrival to the last token.", buckets=_SECONDS, registry=r
         )
-        self.queue = Histogram(
-            "baton_queue_seconds", "From arrival to a reservation.", buckets=_SECONDS, registry=r
-        )
+        self.queue = Histogram("baton_queue_seconds", "From arrival to a reservation.", buckets=_SECONDS, registry=r)
         self.workers = Gauge("baton_workers", "Known workers by role and state.", ["role", "state"], registry=r)
-        self.http_responses = Counter(
-            "baton_http_responses_total", "HTTP responses.", ["route", "status"], registry=r
-        )
+        self.http_responses = Counter("baton_http_responses_total", "HTTP responses.", ["route", "status"], registry=r)
 
     def render(self) -> bytes:
         """The text exposition of all metrics."""

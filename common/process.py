@@ -6,25 +6,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Protocol
 
 from common.config import Config, load_config
 from common.errors import BatonError
 from common.lifecycle import stop_on_signals
 from common.log import setup_logging
 
-
-class Run(Protocol):
-    """A role's process: serves until ``stop``; ``ready`` gets where (an address, or URLs)."""
-
-    def __call__(
-        self,
-        config: Config,
-        name: str,
-        ready: Callable[[str], None],
-        stop: asyncio.Event,
-        progress: Callable[[str], None],
-    ) -> Awaitable[None]: ...
+Run = Callable[[Config, str, Callable[[str], None], asyncio.Event, Callable[[str], None]], Awaitable[None]]
+"""A role's process: (config, name, ready, stop, progress). Serves until ``stop``; ``ready`` gets where."""
 
 
 def main(program: str, default_id: str, run: Run) -> None:

@@ -140,7 +140,7 @@ class Reservations:
         self.expired += 1
         self._forget(
             reservation,
-            TicketError(f"ticket {reservation.ticket.ticket_id} made no progress within its lease of {self._lease_s} s"),
+            TicketError(f"ticket {reservation.ticket.ticket_id} made no progress in its lease of {self._lease_s} s"),
         )
 
     def _forget(self, reservation: Reservation, error: BatonError) -> None:

@@ -8,8 +8,8 @@
 A running sequence has tokens to compute: one (it decodes) or more (its context is computed here, in
 chunks: colocated, or after preemption). Everything that decodes is in every step; contexts share what
 `chunk_tokens` allows beside them. When blocks run out the sequence that joined last gives its blocks
-back and starts again when there are enough, before anyone new: nobody starves, and since the oldest is
-never the victim while another runs, somebody always ends.
+back and starts again when there are enough, before anyone new: nobody starves, and since the one that
+has run longest is never the victim while another runs, somebody always ends.
 
 Pure: it knows sequences, blocks and numbers; no tickets, no network.
 """
@@ -69,7 +69,8 @@ class DecodeScheduler:
         shared = self._pool.match(sequence.tokens, sequence.root, sequence.num_context)
         self._hold(sequence, shared, now)
         sequence.num_computed = len(shared) * self._pool.block_size
-        sequence.context = ContextTokens(cached=sequence.num_computed, moved=sequence.num_context - sequence.num_computed)
+        cached = sequence.num_computed
+        sequence.context = ContextTokens(cached=cached, moved=sequence.num_context - cached)
         self._reserved[sequence.key] = sequence
 
     def submit(self, sequence: Sequence, now: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from common.errors import InvalidRequestError, RequestCancelledError
+from common.errors import RequestCancelledError, UnavailableError
 from common.messages import TokenBatch, TokenDelta
 
 
@@ -68,7 +68,7 @@ class RouterStreams:
         """The router's stream. Raises when it has none: its tokens would go nowhere."""
         stream = self._streams.get(router_id)
         if stream is None:
-            raise InvalidRequestError(f"router {router_id} has no open token stream on this worker")
+            raise UnavailableError(f"router {router_id} has no open token stream on this worker")
         return stream
 
     def put(self, router_id: str, delta: TokenDelta) -> None:

@@ -217,9 +217,7 @@ class DecodeWorker:
             decode_s=now - joined,
         )
         request = sequence.request
-        self._streams.put(
-            attempt.router_id, TokenDelta(request.request_id, request.attempt, index, tokens, finish)
-        )
+        self._streams.put(attempt.router_id, TokenDelta(request.request_id, request.attempt, index, tokens, finish))
         self._check_drained()
         self._reporter.changed()
 

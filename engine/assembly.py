@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 from common.config import Config
 from common.errors import ConfigError
+from common.hashing import HASH_UNIT_TOKENS
 from common.messages import Role, WorkerInfo
 from common.model_store import resolve
 from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.runner import ModelRunner
-from common.hashing import HASH_UNIT_TOKENS
 
 
 async def load_runner(config: Config, progress: Callable[[str], None]) -> ModelRunner:

@@ -1,9 +1,9 @@
 """The HTTP gateway: endpoints, and nothing that decides.
 
-    /v1/chat/completions  /v1/completions  /v1/models      as OpenAI's
-    /tokenize  /detokenize                                 text ↔ ids
-    /health  /ready  /metrics                              for machines
-    /cluster  /ledger  /requests/{id}                      for people and scripts
+/v1/chat/completions  /v1/completions  /v1/models      as OpenAI's
+/tokenize  /detokenize                                 text ↔ ids
+/health  /ready  /metrics                              for machines
+/cluster  /ledger  /requests/{id}                      for people and scripts
 """
 
 from __future__ import annotations

@@ -13,9 +13,7 @@ from typing import Any
 
 from common.errors import InvalidRequestError
 
-HARMLESS = frozenset(
-    {"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"}
-)
+HARMLESS = frozenset({"metadata", "prompt_cache_key", "request_id", "safety_identifier", "service_tier", "user"})
 """Clients' own labels and hints: accepted and not used."""
 
 NOT_SERVED: dict[str, tuple[Any, ...]] = {

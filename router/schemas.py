@@ -159,9 +159,7 @@ def _explained(error: ValidationError, body: dict[str, Any]) -> InvalidRequestEr
     if detail["type"] == "extra_forbidden":
         return InvalidRequestError(f"unknown field {path!r}", param=path)
     given = repr(detail["input"])
-    return InvalidRequestError(
-        f"{path}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {given[:80]}", param=path
-    )
+    return InvalidRequestError(f"{path}: {detail['msg'][:1].lower()}{detail['msg'][1:]}, got {given[:80]}", param=path)
 
 
 def _json_type(value: Any) -> str:

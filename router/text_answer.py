@@ -72,9 +72,7 @@ async def off_loop(size: int, function: Callable[P, T], *args: P.args, **kwargs:
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
-async def pieces(
-    service: RouterService, tokenizer: Tokenizer, job: Job, index: int = 0
-) -> AsyncGenerator[Piece, None]:
+async def pieces(service: RouterService, tokenizer: Tokenizer, job: Job, index: int = 0) -> AsyncGenerator[Piece, None]:
     """The answer as text. Stop tokens that the client named end the text and are no part of it."""
     stream = tokenizer.stream()
     hidden = job.request.sampling.stop_token_ids

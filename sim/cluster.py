@@ -109,10 +109,8 @@ class _LoggedDevice(SimDevice):
         self._log = log
 
     async def execute(self, plan: StepPlan, on_layer: LayerHook | None = None) -> StepOutput:
-        self._log.add(
-            asyncio.get_running_loop().time(),
-            f"{self._name} step {plan.step_id} " + " ".join(f"{s.sequence_id}:{s.start}+{len(s.token_ids)}" for s in plan.steps),
-        )
+        steps = " ".join(f"{step.sequence_id}:{step.start}+{len(step.token_ids)}" for step in plan.steps)
+        self._log.add(asyncio.get_running_loop().time(), f"{self._name} step {plan.step_id} {steps}")
         return await super().execute(plan, on_layer)
 
 
@@ -163,9 +161,13 @@ class SimCluster:
             self._start_prefill(name)
         self.service.registry.set_members(prefill_names, decode_names)
 
+    @property
+    def workers(self) -> dict[str, PrefillWorker | DecodeWorker]:
+        return {**self.prefill_workers, **self.decode_workers}
+
     async def close(self) -> None:
         await self.service.close()
-        for worker in (*self.prefill_workers.values(), *self.decode_workers.values()):
+        for worker in self.workers.values():
             await worker.close()
         await self._tasks.close()
 
@@ -173,15 +175,10 @@ class SimCluster:
         """The worker's process is gone, in the middle of whatever it did."""
         self.log.add(asyncio.get_running_loop().time(), f"kill {name}")
         self.hosts[name].kill()
-        worker = self.prefill_workers.get(name) or self.decode_workers[name]
-        await worker.close()
+        await self.workers[name].close()
 
     async def ledgers(self) -> list[WorkerLedger]:
-        return [
-            await worker.ledger()
-            for name, worker in (*self.prefill_workers.items(), *self.decode_workers.items())
-            if self.hosts[name].alive
-        ]
+        return [await worker.ledger() for name, worker in self.workers.items() if self.hosts[name].alive]
 
     async def settled(self) -> list[WorkerLedger]:
         """The ledgers once all requests have ended and nobody holds anything. Raises TimeoutError after

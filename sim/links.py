@@ -64,7 +64,9 @@ class SimReceiver:
         self.alive = False
         self._expected.clear()
 
-    def arrive(self, ticket: Ticket, layer: int, first: int, count: int, source: DeviceMemory, blocks: Sequence[int]) -> None:
+    def arrive(
+        self, ticket: Ticket, layer: int, first: int, count: int, source: DeviceMemory, blocks: Sequence[int]
+    ) -> None:
         """Pieces of one layer. The state is that of the whole token, so the last layer brings it."""
         expected = self._expected.get(ticket.ticket_id)
         if expected is None or not self.alive:
@@ -100,7 +102,9 @@ class SimReceiver:
 class _SimPush:
     transport = "local"
 
-    def __init__(self, ticket: Ticket, blocks: Sequence[int], source: DeviceMemory, link: Link, target: SimReceiver) -> None:
+    def __init__(
+        self, ticket: Ticket, blocks: Sequence[int], source: DeviceMemory, link: Link, target: SimReceiver
+    ) -> None:
         self._ticket = ticket
         self._blocks = list(blocks)
         self._source = source

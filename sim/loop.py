@@ -54,7 +54,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set; waiting: {names}")
         self._now = max(self._now, timers[0].when())
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         raise RuntimeError("no threads under the virtual clock: work that leaves the loop is a seam, run it inline")
 
 

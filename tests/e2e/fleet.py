@@ -92,7 +92,12 @@ class Fleet:
 
 def _start(role: str, name: str, sets: Sequence[str], logs: Path) -> Process:
     log = logs / f"{name}.log"
-    arguments = [sys.executable, "-m", role, *(part for item in (f"worker.id={name}", *sets) for part in ("--set", item))]
+    arguments = [
+        sys.executable,
+        "-m",
+        role,
+        *(part for item in (f"worker.id={name}", *sets) for part in ("--set", item)),
+    ]
     with log.open("w") as stderr:
         popen = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=stderr, text=True, env={**os.environ})
     return Process(name, popen, log)

@@ -7,7 +7,7 @@ comparing with its `generate`, by induction over the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -168,17 +168,13 @@ def sampled(prompt: Prompt, seed: int) -> Prompt:
     return replace(prompt, parameters=styles[seed % len(styles)])
 
 
-@pytest.fixture(scope="module")
-def invariant_sets() -> Iterator[list[str]]:
-    yield ["engine.batch_invariant=true"]
-
-
-def test_batch_invariant_mode_is_bitwise_equal_with_sampling(invariant_sets: list[str]) -> None:
+def test_batch_invariant_mode_is_bitwise_equal_with_sampling() -> None:
     """No near ties here: every token is equal, greedy and sampled, whatever the neighbours and chunks."""
+    invariant = "engine.batch_invariant=true"
     prompts = [sampled(Prompt(random_text_ids(i, n), 24), i) for i, n in enumerate(lengths(20, 600))]
-    with fleet(decode=1, mode="colocated", threads=2, sets=invariant_sets) as running:
+    with fleet(decode=1, mode="colocated", threads=2, sets=[invariant]) as running:
         colocated = [reply.token_ids for reply in ask_all(running, prompts, concurrency=16)]
-    with fleet(sets=[*invariant_sets, "prefill.chunk_tokens=160"]) as running:
+    with fleet(sets=[invariant, "prefill.chunk_tokens=160"]) as running:
         cold = [reply.token_ids for reply in ask_all(running, prompts, concurrency=16)]
         warm = [reply.token_ids for reply in ask_all(running, prompts, concurrency=3, streaming=True)]
         running.settled()

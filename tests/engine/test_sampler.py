@@ -54,7 +54,7 @@ warpers = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(rows=st.lists(warpers, min_size=1, max_size=5), seed=st.integers(0, 10_000), scale=st.sampled_from([0.1, 3.0]))
 def test_distribution_equals_transformers(rows: list[dict[str, float]], seed: int, scale: float) -> None:
     from transformers.generation.logits_process import (
@@ -74,7 +74,7 @@ def test_distribution_equals_transformers(rows: list[dict[str, float]], seed: in
         torch.testing.assert_close(mine, scores.softmax(-1)[0], atol=1e-12, rtol=1e-9)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 10_000), rows=st.lists(st.one_of(st.none(), warpers), min_size=2, max_size=8))
 def test_a_row_does_not_see_its_neighbours(seed: int, rows: list[dict[str, float] | None]) -> None:
     generator = torch.Generator().manual_seed(seed)

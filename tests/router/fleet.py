@@ -35,10 +35,12 @@ async def serving(
     service.registry.set_members([w.info.worker_id for w in prefills], [w.info.worker_id for w in decodes])
     try:
         if prefill + decode:
-            await until(lambda: service.registry.missing(0.0) is None and all(
-                len(service.registry.ready(r)) == n
-                for r, n in ((Role.PREFILL, prefill), (role, decode))
-            ))
+            await until(
+                lambda: (
+                    service.registry.missing(0.0) is None
+                    and all(len(service.registry.ready(r)) == n for r, n in ((Role.PREFILL, prefill), (role, decode)))
+                )
+            )
         yield service, fleet
     finally:
         await service.close()

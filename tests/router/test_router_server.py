@@ -35,9 +35,7 @@ async def real_server() -> AsyncIterator[tuple[RunningRouter, FakeFleet]]:
     )
     stop = asyncio.Event()
     ready: asyncio.Future[RunningRouter] = asyncio.get_running_loop().create_future()
-    server = asyncio.ensure_future(
-        run_router(config, fleet, ByteTokenizer(), stop=stop, on_ready=ready.set_result)
-    )
+    server = asyncio.ensure_future(run_router(config, fleet, ByteTokenizer(), stop=stop, on_ready=ready.set_result))
     await asyncio.wait([server, ready], timeout=5.0, return_when=asyncio.FIRST_COMPLETED)
     router = ready.result()
     await until(lambda: router.service.registry.missing(0.0) is None)

@@ -365,4 +365,3 @@ async def test_closing_lets_short_ones_finish() -> None:
         await service.close(grace_s=2.0)
         tokens, _ = await answer
         assert len(tokens) == 20
-

@@ -59,9 +59,7 @@ def test_the_first_token_may_be_the_last(max_tokens: int) -> None:
 def test_random_traffic_in_tiny_pools(seed: int) -> None:
     """Preemption, prefix hits, queues: the tokens stay right and the work is really split."""
     rng = random.Random(seed)
-    settings = config(
-        prefill=rng.randint(1, 3), decode=rng.randint(1, 3), num_blocks=rng.randint(20, 40), seed=seed
-    )
+    settings = config(prefill=rng.randint(1, 3), decode=rng.randint(1, 3), num_blocks=rng.randint(20, 40), seed=seed)
 
     async def story(cluster: SimCluster) -> None:
         async def client(number: int) -> None:
@@ -108,7 +106,9 @@ def test_clients_that_leave_at_random_moments(seed: int) -> None:
         async def client(number: int) -> None:
             nonlocal gone
             await asyncio.sleep(rng.random() * 30)
-            asked = request(f"r{number}", rng.randint(1, 300), rng.randint(1, 80), seed=number, shared=rng.choice([0, 48]))
+            asked = request(
+                f"r{number}", rng.randint(1, 300), rng.randint(1, 80), seed=number, shared=rng.choice([0, 48])
+            )
             if rng.random() < 0.8:
                 assert_right(await cluster.ask(asked), settings)
                 finished.append(asked)
