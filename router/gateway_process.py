@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.model_store import resolve
+from common.sampling_defaults import sampling_defaults
 from router.process import RunningRouter, run_router
 from router.tokenizer import Tokenizer
 from rpc.clients import GrpcDecodeClient, GrpcPrefillClient
@@ -58,6 +59,7 @@ async def run_gateway(
             tokenizer,
             stop=stop,
             router_id=router_id,
+            sampling=sampling_defaults(config.model, path),
             on_ready=lambda running: ready(running, f"grpc://{address}"),
         )
     finally:

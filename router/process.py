@@ -18,6 +18,7 @@ import uvicorn
 from common.config import Config
 from common.errors import ConfigError
 from common.lifecycle import Tasks, first_of
+from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from router.app import Gateway, create_app
 from router.readiness import Readiness
 from router.service import RouterService
@@ -53,6 +54,7 @@ async def run_router(
     stop: asyncio.Event,
     router_id: str = "router-0",
     rng: random.Random | None = None,
+    sampling: SamplingDefaults = OPENAI_DEFAULTS,
     on_ready: Callable[[RunningRouter], None] | None = None,
 ) -> None:
     """Serves until ``stop`` is set, then ends what is under way and returns.
@@ -74,7 +76,7 @@ async def run_router(
     )
     readiness = Readiness(service, config.router.probe_timeout_s)
     name = config.model.served_name or config.model.name
-    app = create_app(Gateway(service, tokenizer, readiness, config.router, name, url))
+    app = create_app(Gateway(service, tokenizer, readiness, config.router, name, url, sampling=sampling))
     server = _Server(
         uvicorn.Config(
             app,

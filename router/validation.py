@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from common.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from common.messages import SamplingParams
+from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from router.schemas import INT63, ChatBody, GenerationBody
 
 
@@ -26,6 +27,7 @@ class Limits:
     max_sequence_tokens: int
     max_prompt_tokens: int
     default_max_tokens: int
+    sampling: SamplingDefaults = OPENAI_DEFAULTS
 
 
 def check_model(name: str, served_name: str) -> None:
@@ -83,11 +85,12 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: Limits, seed:
     check_token_ids(stop_token_ids, limits, "stop_token_ids")
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may only be set when stream is true", param="stream_options")
+    defaults = limits.sampling
     return SamplingParams(
         max_tokens=max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=max(0, body.top_k or 0),
-        top_p=1.0 if body.top_p is None else body.top_p,
+        temperature=defaults.temperature if body.temperature is None else body.temperature,
+        top_k=defaults.top_k if body.top_k is None else max(0, body.top_k),
+        top_p=defaults.top_p if body.top_p is None else body.top_p,
         seed=seed if body.seed is None else body.seed & INT63,
         min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,

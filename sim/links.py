@@ -88,7 +88,7 @@ class SimReceiver:
         wanted = len(expected.ticket.block_ids) * self.memory.layout.num_layers
         if len(expected.pieces) != wanted or commit.num_pieces != wanted:
             raise TicketError(
-                f"ticket {commit.ticket_id} wants {wanted} pieces, {len(expected.pieces)} arrived of {commit.num_pieces}"
+                f"ticket {commit.ticket_id} wants {wanted} pieces, {len(expected.pieces)} of {commit.num_pieces} came"
             )
         expected.listener.committed(commit)
         return HandoffReceipt(commit.ticket_id, wanted, expected.num_bytes)

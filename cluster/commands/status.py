@@ -54,7 +54,7 @@ def read_status(client: httpx.Client) -> dict[str, Any]:
 
 
 def tables(status: Mapping[str, Any]) -> Group:
-    """The status for people: one table of routers, one of workers with their blocks, one of holders."""
+    """The status for people: routers, workers, their KV blocks, and who holds blocks."""
     cluster, ledger = status["cluster"], status["ledger"]
     blocks = {worker["id"]: worker for worker in ledger["workers"]}
 
@@ -65,8 +65,9 @@ def tables(status: Mapping[str, Any]) -> Group:
 
     workers = Table("worker", "role", "state", "host", "pid", "waiting", "running")
     kv_states = ("free", "cached", "reserved", "running", "in_transfer")
-    for heading in ("blocks", *kv_states, "sent", "received"):
-        workers.add_column(heading, justify="right")
+    blocks_of = Table("KV blocks of")
+    for heading in ("all", "free", "cached", "reserved", "running", "moving", "sent", "received"):
+        blocks_of.add_column(heading, justify="right")
     for worker in cluster["workers"]:
         load, kv = worker.get("load") or {}, blocks.get(worker["id"], {})
         workers.add_row(
@@ -77,6 +78,9 @@ def tables(status: Mapping[str, Any]) -> Group:
             " ".join(str(pid) for pid in worker["pids"]),
             _count(load.get("num_waiting")),
             _count(load.get("num_running")),
+        )
+        blocks_of.add_row(
+            worker["id"],
             _count(kv.get("total")),
             *(_count(kv.get(state)) for state in kv_states),
             _mebibytes(load.get("kv_bytes_sent")),
@@ -89,7 +93,7 @@ def tables(status: Mapping[str, Any]) -> Group:
         for holder in worker.get("holders", ()):
             age = f"{holder['age_s']:.1f} s"
             holders.add_row(holder["request"], worker["id"], holder["state"], str(holder["blocks"]), age)
-    return Group(routers, workers, holders)
+    return Group(routers, workers, blocks_of, holders)
 
 
 def _print_json(client: httpx.Client, watch: bool) -> None:

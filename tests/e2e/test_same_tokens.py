@@ -18,9 +18,9 @@ from common.model_store import resolve
 from tests.e2e.asking import Prompt, Reply, ask_all, random_text_ids
 from tests.e2e.fleet import Fleet, fleet
 
-BLOCK, CHUNK = 16, 512
+BLOCK = 16
+BLOCK_BYTES = 30 * 2 * BLOCK * 3 * 64 * 4  # layers × (K, V) × tokens × heads × dim × float32
 NEAR_TIE = 1e-3
-BORDERS = (BLOCK - 1, BLOCK, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 1)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -56,11 +56,12 @@ def oracle() -> Oracle:
     return Oracle()
 
 
-def lengths(count: int, longest: int) -> list[int]:
-    """``count`` prompt lengths of 1 to ``longest``: all borders, and others between them."""
-    fixed = [1, *(n for n in BORDERS if n <= longest), longest]
-    step = (longest - 1) / max(1, count - len(fixed))
-    return (fixed + [1 + int(step * i) for i in range(1, count)])[:count]
+def lengths(count: int, longest: int, chunk: int) -> list[int]:
+    """``count`` prompt lengths of 1 to ``longest``: those around block and chunk borders, and others between."""
+    borders = (BLOCK - 1, BLOCK, BLOCK + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1)
+    fixed = [1, *borders, longest]
+    step = (longest - 1) / (count - len(fixed) + 1)
+    return fixed + [1 + int(step * i) for i in range(1, count - len(fixed) + 1)]
 
 
 def check_against(oracle: Oracle, prompts: Sequence[Prompt], replies: Sequence[Reply]) -> list[str]:
@@ -111,22 +112,22 @@ def check_split(running: Fleet, prompts: Sequence[Prompt], replies: Sequence[Rep
 
 def planned_bytes(running: Fleet, replies: Sequence[Reply]) -> int:
     """What the plan says for these requests: the blocks of the received tokens, over all layers."""
-    block_bytes = 30 * 2 * BLOCK * 3 * 64 * 4  # layers × (K, V) × tokens × heads × dim × float32
     received = [running.get(f"/requests/{reply.request_id}")["tokens"]["received"] for reply in replies]
-    return sum(-(-tokens // BLOCK) * block_bytes for tokens in received)
+    return sum(-(-tokens // BLOCK) * BLOCK_BYTES for tokens in received)
 
 
-def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int) -> None:
-    prompts = [Prompt(random_text_ids(i, n), max_tokens) for i, n in enumerate(lengths(count, longest))]
+def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk: int, num_alone: int) -> None:
+    chunks = [f"prefill.chunk_tokens={chunk}"]
+    prompts = [Prompt(random_text_ids(i, n), max_tokens) for i, n in enumerate(lengths(count, longest, chunk))]
     with fleet(decode=1, mode="colocated", threads=2) as running:
         colocated = ask_all(running, prompts, concurrency=16)
         running.settled()
     ties = check_against(oracle, prompts, colocated)
     print(f"\ntransformers = colocated: {count} prompts, {count * max_tokens} tokens, near ties: {ties or 'none'}")  # noqa: T201
-    with fleet() as running:
+    with fleet(sets=chunks) as running:
         before = running.loads()["decode-0"]["kv_bytes_received"]
-        alone = ask_all(running, prompts[:8], concurrency=1, streaming=True)
-        cold = alone + ask_all(running, prompts[8:], concurrency=16)
+        alone = ask_all(running, prompts[:num_alone], concurrency=1, streaming=True)
+        cold = alone + ask_all(running, prompts[num_alone:], concurrency=16)
         assert all(reply.cached_tokens == 0 for reply in cold)
         moved = running.loads()["decode-0"]["kv_bytes_received"] - before
         assert moved == planned_bytes(running, cold)
@@ -137,24 +138,33 @@ def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int) -> No
         running.settled()
     check_equal("split cold", oracle, prompts, colocated, cold)
     check_equal("split with prefix hits", oracle, prompts, colocated, warm)
-    blocks = -(-(longest + max_tokens) // BLOCK) + 4
-    tiny = f"engine.pool_bytes={blocks * 30 * 2 * BLOCK * 3 * 64 * 4}"
-    with fleet(sets=[tiny]) as running:
-        short = [replace(p, max_tokens=max_tokens) for p in prompts if len(p.token_ids) <= longest // 4]
-        squeezed = ask_all(running, short, concurrency=16)
-        assert running.loads()["decode-0"]["preemptions"] > 0
+
+
+def preempted(oracle: Oracle, count: int, max_tokens: int) -> None:
+    """A pool that holds a fourth of what all need at the end."""
+    prompts = [Prompt(random_text_ids(i, 20 + i), max_tokens) for i in range(count)]
+    blocks = count * -(-(20 + count + max_tokens) // BLOCK) // 4
+    with fleet(sets=[f"engine.pool_bytes={blocks * BLOCK_BYTES}"]) as running:
+        replies = ask_all(running, prompts, concurrency=count)
+        preemptions = running.loads()["decode-0"]["preemptions"]
+        assert preemptions > 0
         running.settled()
-    by_prompt = {p.token_ids: reply for p, reply in zip(prompts, colocated, strict=True)}
-    check_equal("preempted", oracle, short, [by_prompt[p.token_ids] for p in short], squeezed)
+    ties = check_against(oracle, prompts, replies)
+    print(f"\ntransformers = split with {preemptions} preemptions: near ties: {ties or 'none'}")  # noqa: T201
 
 
 def test_same_tokens_on_a_few_prompts(oracle: Oracle) -> None:
-    same_tokens(oracle, count=20, longest=700, max_tokens=24)
+    same_tokens(oracle, count=14, longest=300, max_tokens=16, chunk=128, num_alone=4)
+
+
+def test_same_tokens_with_preemption(oracle: Oracle) -> None:
+    preempted(oracle, count=8, max_tokens=60)
 
 
 @pytest.mark.slow
 def test_same_tokens_on_64_prompts_of_up_to_3000_tokens(oracle: Oracle) -> None:
-    same_tokens(oracle, count=64, longest=3000, max_tokens=64)
+    same_tokens(oracle, count=64, longest=3000, max_tokens=64, chunk=512, num_alone=16)
+    preempted(oracle, count=64, max_tokens=64)
 
 
 def sampled(prompt: Prompt, seed: int) -> Prompt:
@@ -171,7 +181,7 @@ def sampled(prompt: Prompt, seed: int) -> Prompt:
 def test_batch_invariant_mode_is_bitwise_equal_with_sampling() -> None:
     """No near ties here: every token is equal, greedy and sampled, whatever the neighbours and chunks."""
     invariant = "engine.batch_invariant=true"
-    prompts = [sampled(Prompt(random_text_ids(i, n), 24), i) for i, n in enumerate(lengths(20, 600))]
+    prompts = [sampled(Prompt(random_text_ids(i, n), 16), i) for i, n in enumerate(lengths(14, 400, 160))]
     with fleet(decode=1, mode="colocated", threads=2, sets=[invariant]) as running:
         colocated = [reply.token_ids for reply in ask_all(running, prompts, concurrency=16)]
     with fleet(sets=[invariant, "prefill.chunk_tokens=160"]) as running:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from common.errors import ConfigError, EngineError
 from common.messages import SamplingParams
 from engine import numerics
+from engine.layers import BATCH_INVARIANT
 from engine.sampler import RowSampling, Sampler
 from tests.engine.model_driver import Driver, load, random_tokens
 from tests.tiny_model import build_tiny_llama
@@ -72,6 +73,15 @@ def test_more_rows_than_one_product_takes(model: Driver) -> None:
         assert alone.run([alone.step("it", tokens, 0)])[0].equal(logits)
 
 
+def test_activation_does_not_depend_on_its_place() -> None:
+    x = torch.randn(4000) * 4
+    whole = BATCH_INVARIANT.silu(x)
+    torch.testing.assert_close(whole, torch.nn.functional.silu(x))
+    for first in range(0, 3900, 13):
+        part = slice(first, first + 1 + first % 67)
+        assert BATCH_INVARIANT.silu(x[part].clone()).equal(whole[part])
+
+
 def test_block_size_does_not_show(tmp_path: Path) -> None:
     folder = build_tiny_llama(tmp_path)
     tokens = random_tokens(random.Random(1), 400)
@@ -106,10 +116,12 @@ def test_platform_that_breaks_the_promise_is_found() -> None:
 
 def test_environment_is_set_only_before_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MKL_CBWR")
-    assert "torch was loaded" in (numerics.prepare_environment() or "")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert "torch was loaded before MKL_CBWR could be set" in (numerics.prepare_environment() or "")
     monkeypatch.delitem(sys.modules, "torch")
     assert numerics.prepare_environment() is None
     assert os.environ["MKL_CBWR"].endswith(",STRICT")
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_importing_numerics_imports_no_torch() -> None:

@@ -72,7 +72,7 @@ def gguf_name(name: str) -> str:
             return theirs
     _, _, layer, rest = name.split(".", 3)
     part, kind = rest.rsplit(".", 1)
-    return f"blk.{layer}.{ {ours: theirs for theirs, ours in _PER_LAYER.items()}[part]}.{kind}"
+    return f"blk.{layer}.{ {ours: theirs for theirs, ours in _PER_LAYER.items()}[part] }.{kind}"
 
 
 def logits(path: Path) -> torch.Tensor:
