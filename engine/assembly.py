@@ -52,9 +52,7 @@ def make_pool(config: Config, runner: ModelRunner) -> BlockPool:
     return BlockPool(runner.num_blocks, size, PrefixCache(size) if config.engine.prefix_cache else None)
 
 
-def describe(
-    config: Config, role: Role, worker_id: str, runner: ModelRunner, address: str, host_id: str
-) -> WorkerInfo:
+def describe(config: Config, role: Role, worker_id: str, runner: ModelRunner, address: str, host_id: str) -> WorkerInfo:
     """The worker's side of the handshake. Raises ConfigError when the pool cannot hold two tokens."""
     pool_tokens = runner.num_blocks * runner.layout.block_size
     if pool_tokens < 2:

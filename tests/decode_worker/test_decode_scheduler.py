@@ -18,9 +18,9 @@ from sim.device import expected_tokens
 from tests.schedule_harness import MODEL, VOCAB, Device, sequence
 
 
-def make(num_blocks: int, block_size: int, max_sequences: int = 64, chunk_tokens: int = 8) -> tuple[
-    BlockPool, DecodeScheduler, Device
-]:
+def make(
+    num_blocks: int, block_size: int, max_sequences: int = 64, chunk_tokens: int = 8
+) -> tuple[BlockPool, DecodeScheduler, Device]:
     pool = BlockPool(num_blocks, block_size, PrefixCache(block_size))
     return pool, DecodeScheduler(pool, MODEL, max_sequences, chunk_tokens), Device(block_size, num_blocks)
 

@@ -15,9 +15,9 @@ from sim.device import expected_tokens
 from tests.schedule_harness import MODEL, VOCAB, Device, sequence
 
 
-def make(num_blocks: int, block_size: int, chunk_tokens: int, max_sequences: int = 8) -> tuple[
-    BlockPool, PrefillScheduler, Device
-]:
+def make(
+    num_blocks: int, block_size: int, chunk_tokens: int, max_sequences: int = 8
+) -> tuple[BlockPool, PrefillScheduler, Device]:
     pool = BlockPool(num_blocks, block_size, PrefixCache(block_size))
     return pool, PrefillScheduler(pool, MODEL, chunk_tokens, max_sequences), Device(block_size, num_blocks)
 
