@@ -27,8 +27,9 @@ class Arrival:
     output_tokens: int
 
 
-def read_mooncake(path: Path, *, limit: int, scale: int, vocab_size: int) -> list[Arrival]:
-    """The first ``limit`` requests, prompts and outputs shortened by ``scale`` (a divisor of 512).
+def read_mooncake(path: Path, *, limit: int, scale: int, vocab_size: int, speedup: float = 1.0) -> list[Arrival]:
+    """The first ``limit`` requests, prompts and outputs shortened by ``scale`` (a divisor of 512), arriving
+    ``speedup`` times as fast.
 
     Raises ValueError when ``scale`` does not divide a block.
     """
@@ -49,7 +50,7 @@ def read_mooncake(path: Path, *, limit: int, scale: int, vocab_size: int) -> lis
             if block not in blocks:
                 blocks[block] = _block_tokens(block, BLOCK_TOKENS // scale, vocab_size)
             prompt.extend(blocks[block])
-        arrivals.append(Arrival(at_s, tuple(prompt[:length]), max(1, row["output_length"] // scale)))
+        arrivals.append(Arrival(at_s / speedup, tuple(prompt[:length]), max(1, row["output_length"] // scale)))
     return arrivals
 
 
