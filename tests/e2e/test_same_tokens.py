@@ -57,11 +57,17 @@ def oracle() -> Oracle:
 
 
 def lengths(count: int, longest: int, chunk: int) -> list[int]:
-    """``count`` prompt lengths of 1 to ``longest``: those around block and chunk borders, and others between."""
+    """``count`` prompt lengths of 1 to ``longest``: those around block and chunk borders, and others between,
+    denser where they are short."""
     borders = (BLOCK - 1, BLOCK, BLOCK + 1, chunk - 1, chunk, chunk + 1, 2 * chunk + 1)
     fixed = [1, *borders, longest]
-    step = (longest - 1) / (count - len(fixed) + 1)
-    return fixed + [1 + int(step * i) for i in range(1, count - len(fixed) + 1)]
+    others = count - len(fixed)
+    return fixed + [1 + int((longest - 1) * (i / (others + 1)) ** 2) for i in range(1, others + 1)]
+
+
+def salted(prompts: Sequence[Prompt], salt: str) -> list[Prompt]:
+    """The same prompts in a prefix cache of their own: cold again."""
+    return [replace(prompt, parameters=(*prompt.parameters, ("cache_salt", salt))) for prompt in prompts]
 
 
 def check_against(oracle: Oracle, prompts: Sequence[Prompt], replies: Sequence[Reply]) -> list[str]:
@@ -116,27 +122,29 @@ def planned_bytes(running: Fleet, replies: Sequence[Reply]) -> int:
     return sum(-(-tokens // BLOCK) * BLOCK_BYTES for tokens in received)
 
 
-def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk: int, num_alone: int) -> None:
-    chunks = [f"prefill.chunk_tokens={chunk}"]
+def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk: int, pool_bytes: int) -> None:
+    sets = [f"prefill.chunk_tokens={chunk}", f"engine.pool_bytes={pool_bytes}"]
     prompts = [Prompt(random_text_ids(i, n), max_tokens) for i, n in enumerate(lengths(count, longest, chunk))]
-    with fleet(decode=1, mode="colocated", threads=2) as running:
+    with fleet(decode=1, mode="colocated", threads=2, sets=sets) as running:
         colocated = ask_all(running, prompts, concurrency=16)
         running.settled()
     ties = check_against(oracle, prompts, colocated)
     print(f"\ntransformers = colocated: {count} prompts, {count * max_tokens} tokens, near ties: {ties or 'none'}")  # noqa: T201
-    with fleet(sets=chunks) as running:
+    together = salted(prompts, "together")
+    with fleet(sets=sets) as running:
         before = running.loads()["decode-0"]["kv_bytes_received"]
-        alone = ask_all(running, prompts[:num_alone], concurrency=1, streaming=True)
-        cold = alone + ask_all(running, prompts[num_alone:], concurrency=16)
-        assert all(reply.cached_tokens == 0 for reply in cold)
+        alone = ask_all(running, salted(prompts, "alone"), concurrency=1, streaming=True)
+        cold = ask_all(running, together, concurrency=16)
+        assert all(reply.cached_tokens == 0 for reply in (*alone, *cold))
         moved = running.loads()["decode-0"]["kv_bytes_received"] - before
-        assert moved == planned_bytes(running, cold)
-        check_split(running, prompts, cold)
-        warm = ask_all(running, prompts, concurrency=16)
+        assert moved == planned_bytes(running, [*alone, *cold])
+        check_split(running, [*prompts, *prompts], [*alone, *cold])
+        warm = ask_all(running, together, concurrency=16)
         for prompt, reply in zip(prompts, warm, strict=True):
             assert reply.cached_tokens == (len(prompt.token_ids) - 1) // BLOCK * BLOCK
         running.settled()
-    check_equal("split cold", oracle, prompts, colocated, cold)
+    check_equal("split alone", oracle, prompts, colocated, alone)
+    check_equal("split together", oracle, prompts, colocated, cold)
     check_equal("split with prefix hits", oracle, prompts, colocated, warm)
 
 
@@ -154,7 +162,7 @@ def preempted(oracle: Oracle, count: int, max_tokens: int) -> None:
 
 
 def test_same_tokens_on_a_few_prompts(oracle: Oracle) -> None:
-    same_tokens(oracle, count=14, longest=300, max_tokens=16, chunk=128, num_alone=4)
+    same_tokens(oracle, count=14, longest=300, max_tokens=12, chunk=128, pool_bytes=800 << 20)
 
 
 def test_same_tokens_with_preemption(oracle: Oracle) -> None:
@@ -163,7 +171,11 @@ def test_same_tokens_with_preemption(oracle: Oracle) -> None:
 
 @pytest.mark.slow
 def test_same_tokens_on_64_prompts_of_up_to_3000_tokens(oracle: Oracle) -> None:
-    same_tokens(oracle, count=64, longest=3000, max_tokens=64, chunk=512, num_alone=16)
+    same_tokens(oracle, count=64, longest=3000, max_tokens=64, chunk=512, pool_bytes=5 << 30)
+
+
+@pytest.mark.slow
+def test_same_tokens_of_64_prompts_with_preemption(oracle: Oracle) -> None:
     preempted(oracle, count=64, max_tokens=64)
 
 
@@ -178,15 +190,26 @@ def sampled(prompt: Prompt, seed: int) -> Prompt:
     return replace(prompt, parameters=styles[seed % len(styles)])
 
 
-def test_batch_invariant_mode_is_bitwise_equal_with_sampling() -> None:
+def bitwise(count: int, longest: int, max_tokens: int, chunk: int) -> None:
     """No near ties here: every token is equal, greedy and sampled, whatever the neighbours and chunks."""
-    invariant = "engine.batch_invariant=true"
-    prompts = [sampled(Prompt(random_text_ids(i, n), 16), i) for i, n in enumerate(lengths(14, 400, 160))]
-    with fleet(decode=1, mode="colocated", threads=2, sets=[invariant]) as running:
+    sets = ["engine.batch_invariant=true", "engine.pool_bytes=3000000000"]
+    prompts = [
+        sampled(Prompt(random_text_ids(i, n), max_tokens), i) for i, n in enumerate(lengths(count, longest, chunk))
+    ]
+    with fleet(decode=1, mode="colocated", threads=2, sets=sets) as running:
         colocated = [reply.token_ids for reply in ask_all(running, prompts, concurrency=16)]
-    with fleet(sets=[invariant, "prefill.chunk_tokens=160"]) as running:
+    with fleet(sets=[*sets, f"prefill.chunk_tokens={chunk}"]) as running:
         cold = [reply.token_ids for reply in ask_all(running, prompts, concurrency=16)]
         warm = [reply.token_ids for reply in ask_all(running, prompts, concurrency=3, streaming=True)]
         running.settled()
     assert cold == colocated
     assert warm == colocated
+
+
+def test_batch_invariant_mode_is_bitwise_equal_with_sampling() -> None:
+    bitwise(count=14, longest=400, max_tokens=16, chunk=160)
+
+
+@pytest.mark.slow
+def test_batch_invariant_mode_is_bitwise_equal_on_64_prompts() -> None:
+    bitwise(count=64, longest=1500, max_tokens=32, chunk=256)
