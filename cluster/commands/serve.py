@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import os
+import secrets
 import signal
 import sys
 from pathlib import Path
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = _take_stdout()
     setup_logging(config.log, "serve")
     signal.signal(signal.SIGTERM, _interrupt)
-    config = _with_absolute_paths(config)
+    config = _with_secret(_with_absolute_paths(config))
     if config.cluster.address is None:
         preflight.check_ports(config)
         preflight.check_memory(config, _fetch_model(config))
@@ -171,6 +172,14 @@ def _take_stdout() -> TextIO:
     result = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return result
+
+
+def _with_secret(config: Config) -> Config:
+    """A secret of this cluster's own, so that only its processes can call each other. Workers that were
+    started by hand know none but the configured one."""
+    if config.cluster.secret is not None or config.prefill.addresses or config.decode.addresses:
+        return config
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"secret": secrets.token_hex(32)})})
 
 
 def _with_absolute_paths(config: Config) -> Config:
