@@ -230,9 +230,9 @@ class DecodeWorker:
     def _joined(self, sequence: Sequence, commit: HandoffCommit) -> None:
         attempt = self._attempts[sequence.key]
         attempt.joined_at = asyncio.get_running_loop().time()
-        output = self._scheduler.join(sequence, commit.token, attempt.joined_at)
-        if output.finish is not None:
-            self._finish(attempt, output.finish, index=output.index + 1)
+        # The first token goes out here too: this stream is whole, even if the prefill worker's word to the
+        # router is late or lost.
+        self._emit(attempt, self._scheduler.join(sequence, commit.token, attempt.joined_at))
         self._engine.wake()
         self._reporter.changed()
 
@@ -266,17 +266,19 @@ class DecodeWorker:
             if output.error is not None:
                 self._finish(attempt, FinishReason.ERROR, output.error)
                 continue
-            assert output.token is not None
-            if output.finish is not None:
-                self._finish(attempt, output.finish, index=output.index, tokens=(output.token,))
-                continue
-            request = output.sequence.request
-            self._streams.put(
-                attempt.router_id,
-                TokenDelta(request.request_id, request.attempt, output.index, (output.token,)),
-            )
+            self._emit(attempt, output)
         self.metrics.generated_tokens.inc(len(outputs))
         self._reporter.changed()
+
+    def _emit(self, attempt: _Attempt, output: SequenceOutput) -> None:
+        """One token to its router, with the end if it is the last one."""
+        assert output.token is not None
+        if output.finish is not None:
+            self._finish(attempt, output.finish, index=output.index, tokens=(output.token,))
+            return
+        request = output.sequence.request
+        delta = TokenDelta(request.request_id, request.attempt, output.index, (output.token,))
+        self._streams.put(attempt.router_id, delta)
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler

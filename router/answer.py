@@ -51,6 +51,7 @@ class Answer:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.duplicates = 0
+        self._expected_twice: list[int] = []
         self._finished: Finished | None = None
         self._error: BatonError | None = None
         self._changed = asyncio.Event()
@@ -59,13 +60,18 @@ class Answer:
     def ended(self) -> bool:
         return self._finished is not None or self._error is not None
 
+    def expect_twice(self, index: int) -> None:
+        """Token ``index`` comes from two workers (the prefill worker, and with the handoff the decode
+        worker); the second one is no duplicate to be counted."""
+        self._expected_twice.append(index)
+
     def accept(self, first_index: int, tokens: Sequence[int]) -> int:
         """Takes the tokens that are new and returns their number; repeats are dropped and counted.
 
         Raises HandoffError when an index is missing, or when a repeat differs from what was accepted.
         """
         if self.ended:
-            self.duplicates += len(tokens)
+            self._count_repeats(first_index, len(tokens))
             return 0
         known = len(self.tokens) - first_index
         if known < 0:
@@ -75,7 +81,7 @@ class Answer:
             self._changed.set()
             return len(tokens)
         repeats = list(tokens[:known])
-        self.duplicates += len(repeats)
+        self._count_repeats(first_index, len(repeats))
         accepted = self.tokens[first_index : first_index + len(repeats)]
         if repeats != accepted:
             raise HandoffError(f"tokens from index {first_index} came twice and differ: {accepted}, then {repeats}")
@@ -84,6 +90,12 @@ class Answer:
         if new:
             self._changed.set()
         return len(new)
+
+    def _count_repeats(self, first_index: int, count: int) -> None:
+        if count and first_index in self._expected_twice:
+            self._expected_twice.remove(first_index)
+            count -= 1
+        self.duplicates += count
 
     def finish(self, reason: FinishReason, usage: Usage) -> None:
         """Ends the answer; what was ended before stays as it was."""

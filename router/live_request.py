@@ -83,6 +83,8 @@ class LiveRequest:
             timeout_s=max(0.0, self._deadline - now),
         )
         self._next_attempt += 1
+        if decision.prefill is not None:
+            self.answer.expect_twice(len(request.generated))
         self.record.started_attempt(decision, self.reason, len(request.generated))
         return Attempt(request, self.accept)
 

@@ -287,3 +287,21 @@ def test_worker_lost_is_what_the_router_hears() -> None:
         await cluster.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 40])
+def test_a_late_first_token_from_the_prefill_worker_changes_nothing(max_tokens: int) -> None:
+    """The decode worker's stream is whole by itself, and overtakes: one attempt, no gap, no repeat."""
+    settings = config()
+
+    async def story(cluster: SimCluster) -> None:
+        await cluster.ask(request("first", 20, 2))
+        cluster.hosts["prefill-0"].latency_s = 3.0
+        outcome = await cluster.ask(request("late", 100, max_tokens))
+        assert_right(outcome, settings)
+        await cluster.settled()
+        record = cluster.service.records.find("late").to_json(0.0)
+        assert len(record["attempts"]) == 1
+        assert cluster.service.metrics.duplicate_tokens._value.get() == 0
+
+    scenario(settings, story)
