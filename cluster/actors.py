@@ -99,16 +99,18 @@ class RouterActor(_Supervised):
         if self._set_members is not None:
             self._set_members(prefill, decode)
 
-    async def answers(self) -> bool:
-        """Whether `/ready` says yes."""
+    async def unready(self) -> str:
+        """Why `/ready` says no; empty when it says yes."""
         import httpx
 
         try:
             async with httpx.AsyncClient(timeout=READY_TIMEOUT_S, trust_env=False) as client:
                 response = await client.get(f"{_reachable(self._http_url)}/ready")
-        except httpx.HTTPError:
-            return False
-        return response.status_code == httpx.codes.OK
+        except httpx.HTTPError as error:
+            return f"/ready does not answer ({type(error).__name__})"
+        if response.status_code == httpx.codes.OK:
+            return ""
+        return "; ".join(response.json().get("reasons", [f"/ready answered {response.status_code}"]))
 
     def _serving(self, http_url: str, grpc_url: str, set_members: Callable[[list[str], list[str]], None]) -> None:
         self._http_url, self._set_members = http_url, set_members

@@ -15,9 +15,8 @@ from collections.abc import Sequence
 from importlib import metadata
 
 from cluster.commands import config, models, serve, status
+from cluster.end_signals import INTERRUPTED
 from common.errors import BatonError
-
-INTERRUPTED = 130
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 RESTART_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 PROBE_PAUSE_S = 0.2
+PATIENCE_S = 3.0
+"""Routers and workers find each other within this time; later it is told what the start waits for."""
+
 CALL_TIMEOUT_S = 10.0
 
 
@@ -60,8 +63,8 @@ class Process(Protocol):
         """Tells a router all worker addresses."""
         ...
 
-    async def answers(self) -> bool:
-        """Whether a router's `/ready` says yes."""
+    async def unready(self) -> str:
+        """Why a router's `/ready` says no; empty when it says yes."""
         ...
 
     async def stop(self) -> None:
@@ -99,6 +102,8 @@ class Controller:
         self._processes: dict[str, Process] = {}
         self._endpoints: dict[str, Endpoint] = {}
         self._started = False
+        self._unready = ""
+        """Why the router that is asked at present is not ready."""
         self._complete = asyncio.Event()
         self._changed = asyncio.Event()
         self._failure: asyncio.Future[None] | None = None
@@ -179,15 +184,20 @@ class Controller:
                     await self._until_it_answers(slot)
         except TimeoutError:
             missing = [slot.id for slot in slots if slot.id not in self._endpoints]
-            what = f"no address from {', '.join(missing)}" if missing else "no router's /ready says yes"
+            what = f"no address from {', '.join(missing)}" if missing else self._unready
             raise DeadlineError(f"the cluster did not start within {timeout_s:g} s: {what}") from None
         self._started = True
         self._ready([self._endpoints[slot.id] for slot in self._placement.routers])
 
     async def _until_it_answers(self, slot: Slot) -> None:
-        while True:
-            if await self._processes[slot.id].answers():
-                return
+        """Asks until a prompt passes through, and tells what is in its way when that takes long."""
+        loop = asyncio.get_running_loop()
+        patient_until, told = loop.time() + PATIENCE_S, ""
+        while reason := await self._processes[slot.id].unready():
+            self._unready = reason
+            if reason != told and loop.time() >= patient_until:
+                told = reason
+                self._progress(f"{slot.id} is not ready: {reason}")
             await asyncio.sleep(PROBE_PAUSE_S)
 
     async def _push_members(self) -> None:
@@ -213,15 +223,18 @@ class Controller:
     async def _end_all(self) -> None:
         """Routers, then workers; each half gets half of the time."""
         for slots in (self._placement.routers, self._placement.workers):
-            processes = [self._processes[slot.id] for slot in slots if slot.id in self._processes]
-            await asyncio.gather(*(self._end(process, self._config.stop_timeout_s / 2) for process in processes))
+            alive = [slot.id for slot in slots if slot.id in self._processes]
+            await asyncio.gather(*(self._end(name, self._config.stop_timeout_s / 2) for name in alive))
 
-    async def _end(self, process: Process, timeout_s: float) -> None:
+    async def _end(self, name: str, timeout_s: float) -> None:
+        process = self._processes[name]
         try:
             async with asyncio.timeout(timeout_s):
                 await process.stop()
                 await process.ended()
-        except (BatonError, TimeoutError) as error:
-            log.info("a process did not end by itself: %s", error or f"not within {timeout_s:g} s")
+        except TimeoutError:
+            log.warning("%s did not end within %g s: killed", name, timeout_s)
+        except BatonError as error:  # it has ended, by a failure that was told when it mattered
+            log.debug("%s ended with: %s", name, error)
         finally:
             process.kill()

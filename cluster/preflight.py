@@ -13,23 +13,31 @@ from common.config import Config
 from common.errors import ConfigError, UnavailableError
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+AVAILABLE_TRANSPORTS = ("shm", "grpc")
 HIGHEST_PORT = 65535
 RAY_TIMEOUT_S = 5.0
 
 
-def check_mode(config: Config) -> None:
+def check_available(config: Config) -> None:
     """Refuses what this version does not do. Raises ConfigError."""
     if config.mode == "adaptive":
         raise ConfigError("mode adaptive is not available yet; known modes: split, colocated", param="mode")
+    given = config.transfer.transports
+    if config.mode == "split" and not set(given) & set(AVAILABLE_TRANSPORTS):
+        raise ConfigError(
+            f"transfer.transports needs one of {', '.join(AVAILABLE_TRANSPORTS)}, it is [{', '.join(given)}]",
+            param="transfer.transports",
+        )
 
 
 def check_ports(config: Config) -> None:
-    """Raises UnavailableError for the first port of a router that is taken."""
+    """Raises UnavailableError for the first port of a router that is taken, or when no port of its
+    host can be had.
+    """
     router = config.router
     for index in range(router.replicas):
         for key, first in (("port", router.port), ("grpc_port", router.grpc_port)):
-            if first:
-                _check_port(router.host, first + index, f"router.{key}")
+            _check_port(router.host, first and first + index, f"router.{key}")
 
 
 def check_ray_address(address: str) -> None:
@@ -82,7 +90,8 @@ def _check_port(host: str, port: int, key: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise UnavailableError(f"cannot listen on {host} port {port} ({key}): {error.strerror}") from error
+            what = f"{host} port {port} ({key})" if port else f"{host} (router.host)"
+            raise UnavailableError(f"cannot listen on {what}: {error.strerror}") from error
 
 
 def _meminfo_available() -> int | None:

@@ -108,22 +108,26 @@ class RayProcess:
     async def serving(self) -> Endpoint:
         seen = 0
         ended = asyncio.ensure_future(self.ended())
+        asked: asyncio.Future[Any] | None = None
         try:
             while True:
-                asked = asyncio.ensure_future(_value(self._actor.reports.remote(seen)))
+                asked = asyncio.ensure_future(self._call(_value(self._actor.reports.remote(seen))))
                 await asyncio.wait((asked, ended), return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
-                    asked.cancel()
                     ended.result()
                     raise WorkerLostError(f"{self._name} ended before it served")
-                for report in await self._call(asked):
+                for report in asked.result():
                     seen += 1
                     if report["kind"] == "progress":
                         self._progress(report["text"])
                     elif report["kind"] == "serving":
                         return Endpoint(**{key: text for key, text in report.items() if key != "kind"})
         finally:
-            ended.cancel()
+            # Both fail when the actor dies; the one that nobody asked for its result is not news.
+            waiting = [future for future in (asked, ended) if future is not None]
+            for future in waiting:
+                future.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
     async def ended(self) -> None:
         failure = await self._call(_value(self._run))
@@ -133,8 +137,8 @@ class RayProcess:
     async def set_members(self, prefill: Sequence[str], decode: Sequence[str]) -> None:
         await self._call(_value(self._actor.set_members.remote(list(prefill), list(decode))))
 
-    async def answers(self) -> bool:
-        return bool(await self._call(_value(self._actor.answers.remote())))
+    async def unready(self) -> str:
+        return str(await self._call(_value(self._actor.unready.remote())))
 
     async def stop(self) -> None:
         await self._call(_value(self._actor.stop.remote()))

@@ -1,7 +1,9 @@
 """A Ray for one `baton serve`: started here and ended here, or joined and left as it was.
 
 A Ray that Baton starts lives under the guardian's private directory, listens with a secret of its own,
-sends no usage statistics, and is gone afterwards with every file. When joining, Baton touches nothing
+sends no usage statistics, and is gone afterwards with every file. Its processes are deaf to the signals
+that ask `baton serve` to end: a terminal, `timeout` or a service manager sends them to all of them, and
+streams could not finish in a Ray that ends by itself. When joining, Baton touches nothing
 but the actors that it makes; they end with this process, whatever happens to it.
 """
 
@@ -13,6 +15,7 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from cluster.end_signals import signals_kept
 from cluster.guardian import Guardian
 from common.errors import ConfigError, UnavailableError
 
@@ -30,9 +33,17 @@ class RaySession:
     def close(self) -> bool:
         """Ends what was started; True when nothing of it is left."""
         import ray
+        from ray._private import worker
 
+        if self.guardian is None:
+            ray.shutdown()
+            return True
+        # Otherwise `shutdown` would wait a second for each of Ray's processes to hear its SIGTERM.
+        worker._global_node = None
         ray.shutdown()
-        return self.guardian is None or self.guardian.close()
+        clean = self.guardian.kill()
+        _reap_children()
+        return clean
 
     def abandon(self) -> None:
         """Ends it without asking anybody: for the impatient."""
@@ -58,7 +69,8 @@ def open_ray(address: str | None) -> RaySession:
         import ray
 
         try:
-            ray.init(address, **common)
+            with signals_kept():
+                ray.init(address, **common)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(f"cannot join Ray at {address}: {_first_line(error)}", param="cluster.address") from error
         return RaySession({}, None)
@@ -68,21 +80,31 @@ def open_ray(address: str | None) -> RaySession:
         _keep_secret(guardian)
         import ray
 
-        ray.init(
-            "local",
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=str(guardian.directory / "ray"),
-            **common,
-        )
+        with signals_kept():
+            ray.init(
+                "local",
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address="127.0.0.1",
+                _temp_dir=str(guardian.directory / "ray"),
+                **common,
+            )
     except BaseException as error:
-        guardian.kill()
+        RaySession({}, guardian).close()
         if isinstance(error, (ConnectionError, ValueError, RuntimeError, OSError)):
             raise UnavailableError(f"Ray does not start: {_first_line(error)}") from error
         raise
     # What workers put into temporary files goes when the guardian goes.
     return RaySession({"TMPDIR": str(guardian.directory)}, guardian)
+
+
+def _reap_children() -> None:
+    """Collects those that have ended: nobody else would before the exit, nor always after it."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
 
 
 def _keep_secret(guardian: Guardian) -> None:

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from common.errors import ConfigError
+from common.failpoints import Failpoints
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Transport = Literal["local", "shm", "gloo", "nccl", "tcp", "grpc"]
@@ -53,6 +54,9 @@ class EngineConfig(_Section):
     prefix_cache: bool = True
     batch_invariant: bool = Field(False, description="bitwise equal results in any batch (float32 only)")
     threads: int | None = Field(None, ge=1, description="compute threads; default: cores over workers on this host")
+    step_timeout_s: float = Field(
+        60.0, gt=0, description="a step that takes longer is taken for hung: the worker gets no new work until it ends"
+    )
 
 
 class PrefillConfig(_Section):
@@ -142,6 +146,7 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Config:
+        Failpoints(self.failpoints)
         if self.engine.batch_invariant and self.model.dtype not in ("auto", "float32"):
             raise ValueError(f"engine.batch_invariant needs model.dtype float32, it is {self.model.dtype}")
         if self.mode == "colocated":

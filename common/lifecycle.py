@@ -13,6 +13,8 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+from common.errors import BatonError
+
 log = logging.getLogger(__name__)
 
 
@@ -20,7 +22,8 @@ class Tasks:
     """The background tasks of one owner: spawned by name, ended together, newest first.
 
     A task that fails is logged and handed to ``on_failure`` (a process's owner ends the process, law
-    5: nothing dies in silence).
+    5: nothing dies in silence). A BatonError that is handed on is not logged here: whoever gets it
+    says it, once.
     """
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -44,10 +47,19 @@ class Tasks:
         if task.cancelled():
             return
         error = task.exception()
-        if error is not None:
-            log.error("task %s failed: %s", task.get_name(), error, exc_info=error)
-            if self._on_failure is not None:
-                self._on_failure(error)
+        if error is None:
+            return
+        handed_on = self._on_failure is not None and isinstance(error, BatonError)
+        log.log(
+            logging.DEBUG if handed_on else logging.ERROR, "task %s failed: %s", task.get_name(), error, exc_info=error
+        )
+        if self._on_failure is not None:
+            self._on_failure(error)
+
+    async def settle(self, timeout_s: float) -> None:
+        """Waits until every task has ended by itself, or for ``timeout_s``."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=timeout_s)
 
     async def close(self) -> None:
         """Cancels every task, newest first, and waits until each has ended."""
@@ -64,6 +76,23 @@ def stop_on_signals(stop: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
+
+
+async def end_within(timeout_s: float, *steps: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """The last steps of a process, one after the other. What does not end in time (it hangs in a thread,
+    say) is left behind: the process ends all the same."""
+
+    async def end() -> None:
+        for step in steps:
+            await step()
+
+    ending = asyncio.get_running_loop().create_task(end(), name="the end")
+    await asyncio.wait([ending], timeout=timeout_s)
+    if ending.done():
+        ending.result()
+    else:
+        log.error("the end takes longer than %g s; what hangs is left behind", timeout_s)
+        ending.cancel()
 
 
 async def first_of(*awaitables: Awaitable[Any]) -> None:

@@ -43,5 +43,5 @@ def setup_logging(config: LogConfig, process_name: str) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(config.level.upper())
-    for chatty in ("httpx", "httpcore", "uvicorn.access", "filelock"):
+    for chatty in ("httpx", "httpcore", "uvicorn", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

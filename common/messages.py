@@ -120,6 +120,7 @@ class ContextTokens:
 class Finish:
     """The end of one attempt on the worker that generated its last token.
 
+    ``context`` is of that worker's side; ``prefill_context`` of the prefill worker's, if the handoff told.
     ``error_code`` and ``error_message`` are set when ``reason`` is ``ERROR`` (codes: `common.errors`).
     """
 
@@ -131,6 +132,7 @@ class Finish:
     queue_s: float = 0.0
     handoff_s: float = 0.0
     decode_s: float = 0.0
+    prefill_context: ContextTokens = ContextTokens()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,8 @@ class HandoffCommit:
     """The last word of a handoff: all blocks were pushed, and this is the first token.
 
     ``num_pieces`` is how many (layer, block) pieces were sent; the receiver compares it with what
-    arrived intact. ``finish`` is set when the first token already ends the answer.
+    arrived intact. ``finish`` is set when the first token already ends the answer. ``context``: where the
+    sender had the KV from, in case its own word to the router gets lost.
     """
 
     ticket_id: str
@@ -243,6 +246,7 @@ class HandoffCommit:
     index: int
     num_pieces: int
     finish: FinishReason | None = None
+    context: ContextTokens = ContextTokens()
 
 
 @dataclass(frozen=True, slots=True)

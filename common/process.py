@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 
 from common.config import Config, load_config
@@ -14,6 +16,10 @@ from common.log import setup_logging
 
 Run = Callable[[Config, str, Callable[[str], None], asyncio.Event, Callable[[str], None]], Awaitable[None]]
 """A role's process: (config, name, ready, stop, progress). Serves until ``stop``; ``ready`` gets where."""
+
+
+EXIT_TIMEOUT_S = 5.0
+"""When all is done, threads get this long to end. One that hangs is not waited for."""
 
 
 def main(program: str, default_id: str, run: Run) -> None:
@@ -28,8 +34,17 @@ def main(program: str, default_id: str, run: Run) -> None:
         setup_logging(config.log, name)
         _new_loop_runner(_run(run, config, name))
     except BatonError as error:
+        _exit_in_time()
         print(f"{program}: error: {error.message}", file=sys.stderr)  # noqa: T201
         sys.exit(1)
+    _exit_in_time()
+
+
+def _exit_in_time() -> None:
+    """The interpreter waits for its threads; a step that hangs in one must not keep the process alive."""
+    deadline = threading.Timer(EXIT_TIMEOUT_S, os._exit, (1,))
+    deadline.daemon = True
+    deadline.start()
 
 
 async def _run(run: Run, config: Config, name: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 from common.config import Config
-from common.lifecycle import first_of
-from common.messages import Role
+from common.failpoints import Failpoints
+from common.lifecycle import end_within, first_of
+from common.messages import Role, WorkerState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.assembly import describe, load_runner, make_pool
@@ -25,7 +27,7 @@ async def run_decode_worker(
 ) -> None:
     """Serves until ``stop``, or until it has drained. ``ready`` gets the address.
 
-    In colocated mode its role is ``BOTH``.
+    In colocated mode its role is ``BOTH``. Raises what the worker broke down with.
     """
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
@@ -37,12 +39,22 @@ async def run_decode_worker(
     scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)
     role = Role.BOTH if config.mode == "colocated" else Role.DECODE
     info = describe(config, role, worker_id, runner, address, host_id())
-    worker = DecodeWorker(info, config.worker, config.transfer, pool, scheduler, runner, receiver)
+    worker = DecodeWorker(
+        info,
+        config.worker,
+        config.transfer,
+        pool,
+        scheduler,
+        runner,
+        receiver,
+        step_timeout_s=config.engine.step_timeout_s,
+        failpoints=Failpoints(config.failpoints, random.Random(worker_id)),
+    )
     worker.start()
     try:
         await server.start(worker, decode=worker, kv=receiver)
         ready(address)
-        await first_of(stop.wait(), worker.drained())
+        health = server.follow(lambda: worker.state is WorkerState.READY, config.worker.heartbeat_s)
+        await first_of(stop.wait(), worker.drained(), worker.failed(), health)
     finally:
-        await worker.close()
-        await server.stop()
+        await end_within(config.cluster.stop_timeout_s, worker.close, server.stop)

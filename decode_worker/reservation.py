@@ -16,9 +16,11 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import BatonError, TicketError
+from common.errors import BatonError, HandoffError, TicketError
+from common.failpoints import Failpoints
 from common.lifecycle import Tasks
 from common.messages import HandoffCommit, Ticket, WorkerInfo
+from common.metrics import WorkerMetrics
 from decode_worker.ports import KVReceiver
 from engine.sequence import Sequence
 
@@ -47,6 +49,8 @@ class Reservations:
         joined: Callable[[Sequence, HandoffCommit], None],
         ended: Callable[[Sequence, BatonError], None],
         tasks: Tasks,
+        metrics: WorkerMetrics,
+        failpoints: Failpoints,
     ) -> None:
         self._info = info
         self._receiver = receiver
@@ -54,17 +58,18 @@ class Reservations:
         self._joined = joined
         self._ended = ended
         self._tasks = tasks
+        self._metrics = metrics
+        self._failpoints = failpoints
         self._live: dict[str, Reservation] = {}
         self._by_key: dict[str, Reservation] = {}
         self._serial = 0
-        self.expired = 0
         self.received_bytes = 0
 
     def __len__(self) -> int:
         return len(self._live)
 
     def add(self, sequence: Sequence) -> Ticket:
-        """A ticket for a sequence that holds its blocks."""
+        """A ticket for a sequence that holds its blocks. Raises what the receiver refuses it with."""
         block_size = self._info.layout.block_size
         cached = sequence.context.cached
         self._serial += 1
@@ -82,12 +87,11 @@ class Reservations:
             secret=secrets.token_bytes(16),
             lease_s=self._lease_s,
         )
-        loop = asyncio.get_running_loop()
-        reservation = Reservation(ticket, sequence, loop.time() + self._lease_s)
+        self._receiver.expect(ticket, self)
+        reservation = Reservation(ticket, sequence, asyncio.get_running_loop().time() + self._lease_s)
         self._live[ticket.ticket_id] = reservation
         self._by_key[sequence.key] = reservation
         self._watch(reservation)
-        self._receiver.expect(ticket, self)
         return ticket
 
     def end(self, key: str, error: BatonError) -> bool:
@@ -107,6 +111,7 @@ class Reservations:
         if reservation is not None:
             reservation.received_bytes += num_bytes
             self.received_bytes += num_bytes
+            self._metrics.kv_bytes_received.inc(num_bytes)
             reservation.expires_at = asyncio.get_running_loop().time() + self._lease_s
 
     def committed(self, commit: HandoffCommit) -> None:
@@ -116,6 +121,11 @@ class Reservations:
         expected = reservation.sequence.num_generated
         if commit.index != expected:
             raise TicketError(f"the commit of {commit.ticket_id} must bring token {expected}, it brings {commit.index}")
+        vocab_size = self._info.model.vocab_size
+        if not 0 <= commit.token < vocab_size:
+            raise HandoffError(f"the commit of {commit.ticket_id} brings token {commit.token} of {vocab_size}")
+        if self._failpoints:
+            self._failpoints.reach_now("join")
         self._remove(reservation)
         del self._by_key[reservation.sequence.key]
         # The receiver has written all it will; forgetting only clears its own books.
@@ -137,7 +147,7 @@ class Reservations:
         if asyncio.get_running_loop().time() < reservation.expires_at:
             self._watch(reservation)
             return
-        self.expired += 1
+        self._metrics.tickets_expired.inc()
         self._forget(
             reservation,
             TicketError(f"ticket {reservation.ticket.ticket_id} made no progress in its lease of {self._lease_s} s"),

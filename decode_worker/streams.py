@@ -1,26 +1,49 @@
 """Where tokens wait for their router: one multiplexed stream per router.
 
-What several steps produce while a router is slow to read is joined into one batch, so a slow reader
-costs memory for its tokens only, and nobody else waits.
+What several steps produce while a router is slow to read is joined, so a slow reader costs memory for
+its tokens only, and nobody else waits.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
 
 from common.errors import RequestCancelledError, UnavailableError
-from common.messages import TokenBatch, TokenDelta
+from common.messages import Finish, GenerationRequest, TokenBatch, TokenDelta
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What one attempt has to tell, joined to one delta."""
+
+    first_index: int
+    tokens: list[int] = field(default_factory=list)
+    finish: Finish | None = None
 
 
 class RouterStream:
-    def __init__(self) -> None:
-        self._pending: list[TokenDelta] = []
+    """One opening of a router's stream."""
+
+    def __init__(self, router_id: str) -> None:
+        self.router_id = router_id
+        self._pending: dict[tuple[str, int], _Pending] = {}
         self._ready = asyncio.Event()
         self._closed = False
 
-    def put(self, delta: TokenDelta) -> None:
-        self._pending.append(delta)
+    def put(
+        self, request: GenerationRequest, index: int, tokens: Sequence[int] = (), finish: Finish | None = None
+    ) -> None:
+        """The next tokens of an attempt (the first of them has ``index``), its end, or both."""
+        if self._closed:
+            return
+        key = (request.request_id, request.attempt)
+        pending = self._pending.get(key)
+        if pending is None:
+            pending = self._pending[key] = _Pending(index)
+        pending.tokens.extend(tokens)
+        pending.finish = finish
         self._ready.set()
 
     def close(self) -> None:
@@ -33,9 +56,11 @@ class RouterStream:
             await self._ready.wait()
             self._ready.clear()
             if self._pending:
-                deltas, self._pending = self._pending, []
-                yield TokenBatch(tuple(deltas))
-            elif self._closed:
+                pending, self._pending = self._pending, {}
+                yield TokenBatch(
+                    tuple(TokenDelta(*key, p.first_index, tuple(p.tokens), p.finish) for key, p in pending.items())
+                )
+            if self._closed and not self._pending:
                 return
 
 
@@ -45,20 +70,18 @@ class RouterStreams:
     def __init__(self) -> None:
         self._streams: dict[str, RouterStream] = {}
 
-    def open(self, router_id: str) -> RouterStream:
+    def open(self, router_id: str) -> tuple[RouterStream, RouterStream | None]:
+        """A new stream, and the one that it replaces."""
         replaced = self._streams.get(router_id)
         if replaced is not None:
             replaced.close()
-        stream = RouterStream()
-        self._streams[router_id] = stream
-        return stream
+        stream = self._streams[router_id] = RouterStream(router_id)
+        return stream, replaced
 
-    def close(self, router_id: str, stream: RouterStream) -> bool:
-        """True when ``stream`` was the router's present one, so that the router is gone."""
-        if self._streams.get(router_id) is not stream:
-            return False
-        del self._streams[router_id]
-        return True
+    def close(self, stream: RouterStream) -> None:
+        stream.close()
+        if self._streams.get(stream.router_id) is stream:
+            del self._streams[stream.router_id]
 
     def close_all(self) -> None:
         for stream in self._streams.values():
@@ -70,11 +93,6 @@ class RouterStreams:
         if stream is None:
             raise UnavailableError(f"router {router_id} has no open token stream on this worker")
         return stream
-
-    def put(self, router_id: str, delta: TokenDelta) -> None:
-        stream = self._streams.get(router_id)
-        if stream is not None:
-            stream.put(delta)
 
 
 def gone(router_id: str) -> RequestCancelledError:

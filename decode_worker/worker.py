@@ -13,19 +13,20 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 from common.config import TransferConfig, WorkerConfig
-from common.errors import BatonError, DeadlineError, DrainingError, InvalidRequestError, RequestCancelledError
-from common.lifecycle import Tasks
+from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
+from common.failpoints import Failpoints
 from common.messages import (
+    ContextTokens,
     Finish,
     FinishReason,
     GenerationRequest,
     HandoffCommit,
     Ticket,
     TokenBatch,
-    TokenDelta,
     WorkerEvent,
     WorkerInfo,
     WorkerLedger,
@@ -36,8 +37,9 @@ from common.metrics import WorkerMetrics
 from decode_worker.ports import KVReceiver
 from decode_worker.reservation import Reservations
 from decode_worker.scheduler import DecodeScheduler
-from decode_worker.streams import RouterStreams, gone
+from decode_worker.streams import RouterStream, RouterStreams, gone
 from engine.blocks import BlockPool
+from engine.life import Life
 from engine.loop import EngineLoop
 from engine.plan import Executor, StepPlan
 from engine.reporting import Reporter
@@ -45,19 +47,26 @@ from engine.sequence import Sequence, SequenceOutput
 
 log = logging.getLogger(__name__)
 
+EARLY_CANCELS = 1024
+"""Attempts that were cancelled before they came; so many are remembered."""
+
 
 @dataclass(slots=True)
 class _Attempt:
-    """A request that is here: for whom, and its deadline."""
+    """A request that is here: where its tokens go, and its deadline."""
 
     sequence: Sequence
-    router_id: str
+    stream: RouterStream
     joined_at: float | None = None
+    prefill_context: ContextTokens = field(default_factory=ContextTokens)
     deadline: asyncio.TimerHandle | None = None
 
 
 class DecodeWorker:
-    """One decode worker. `start` it inside a running loop, `close` it at the end."""
+    """One decode worker. `start` it inside a running loop, `close` it at the end.
+
+    ``step_timeout_s``: a step that takes longer is taken for hung.
+    """
 
     def __init__(
         self,
@@ -69,6 +78,9 @@ class DecodeWorker:
         executor: Executor,
         receiver: KVReceiver,
         metrics: WorkerMetrics | None = None,
+        *,
+        step_timeout_s: float = float("inf"),
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.info = info
         self.metrics = metrics or WorkerMetrics(info.role)
@@ -76,32 +88,42 @@ class DecodeWorker:
         self._scheduler = scheduler
         self._executor = executor
         self._receiver = receiver
-        self._tasks = Tasks()
+        self._failpoints = failpoints or Failpoints()
         self._attempts: dict[str, _Attempt] = {}
+        self._early_cancels: dict[str, None] = {}
         self._streams = RouterStreams()
-        self._state = WorkerState.STARTING
-        self._drained = asyncio.Event()
         self._prefill_steps = 0
         self._decode_steps = 0
         self._context_tokens = 0
         self._decoded_tokens = 0
         self._preemptions_seen = 0
-        self._engine = EngineLoop(scheduler, executor, self._planned, self._deliver)
+        before_step = partial(self._failpoints.reach, "decode_step") if self._failpoints else None
+        self._engine = EngineLoop(
+            scheduler, executor, self._planned, self._deliver, before_step=before_step, step_timeout_s=step_timeout_s
+        )
+        self._life = Life(info.worker_id, self._engine.hangs, config.drain_timeout_s)
         self._reporter = Reporter(config, self.load, pool.prefix_cache)
         self._reservations = Reservations(
-            info, receiver, transfer.lease_s, self._joined, self._handoff_ended, self._tasks
+            info,
+            receiver,
+            transfer.lease_s,
+            self._joined,
+            self._handoff_ended,
+            self._life.tasks,
+            self.metrics,
+            self._failpoints,
         )
 
     def start(self) -> None:
-        self._state = WorkerState.READY
-        self._tasks.spawn(self._engine.run(), "engine")
-        self._tasks.spawn(self._reporter.run(), "reporter")
+        self._life.begin()
+        self._life.tasks.spawn(self._engine.run(), "engine")
+        self._life.tasks.spawn(self._reporter.run(), "reporter")
 
     async def close(self) -> None:
-        self._state = WorkerState.DEAD
+        self._life.leave()
         self._streams.close_all()
-        await self._tasks.close()
         await self._receiver.close()
+        await self._life.end()
         await self._executor.close()
 
     # ── what routers ask ──────────────────────────────────────────────────────────────────────────
@@ -117,48 +139,72 @@ class DecodeWorker:
 
     async def drain(self) -> None:
         """Takes nothing new from now on; `drained` returns when what is here has ended."""
-        self._state = WorkerState.DRAINING
+        self._life.drain()
         self._reporter.report()
-        self._check_drained()
+        self._life.left(len(self._attempts))
 
     async def drained(self) -> None:
-        await self._drained.wait()
+        await self._life.drained()
+
+    async def failed(self) -> None:
+        """Waits until the worker has broken down, and raises why."""
+        await self._life.failed()
+
+    @property
+    def state(self) -> WorkerState:
+        return self._life.state
 
     async def tokens(self, router_id: str) -> AsyncGenerator[TokenBatch, None]:
-        """See `router.clients.DecodeClient.tokens`: when it ends, all that the router asked for ends."""
-        stream = self._streams.open(router_id)
+        """See `router.clients.DecodeClient.tokens`: when it ends, or is replaced by another one, all that
+        was asked for over it ends."""
+        stream, replaced = self._streams.open(router_id)
+        if replaced is not None:
+            self._end_all(replaced)
         try:
             async for batch in stream.batches():
                 yield batch
         finally:
-            if self._streams.close(router_id, stream):
-                for key in [key for key, attempt in self._attempts.items() if attempt.router_id == router_id]:
-                    self._end(key, gone(router_id))
+            self._streams.close(stream)
+            self._end_all(stream)
 
     async def reserve(self, router_id: str, request: GenerationRequest) -> Ticket:
-        sequence = self._admit(router_id, request)
-        self._scheduler.reserve(sequence, sequence.arrival)
-        self._enter(sequence, router_id)
-        self.metrics.cached_tokens.inc(sequence.context.cached)
-        return self._reservations.add(sequence)
+        attempt = await self._admit(router_id, request)
+        self._scheduler.reserve(attempt.sequence, attempt.sequence.arrival)
+        try:
+            ticket = self._reservations.add(attempt.sequence)
+        except BaseException as error:
+            self._scheduler.abort(attempt.sequence, RequestCancelledError(f"not reserved: {error!r}"))
+            raise
+        self._enter(attempt)
+        return ticket
 
     async def submit(self, router_id: str, request: GenerationRequest) -> None:
-        sequence = self._admit(router_id, request)
-        self._scheduler.submit(sequence, sequence.arrival)
-        self._enter(sequence, router_id).joined_at = sequence.arrival
-        self.metrics.cached_tokens.inc(sequence.context.cached)
+        attempt = await self._admit(router_id, request)
+        self._scheduler.submit(attempt.sequence, attempt.sequence.arrival)
+        attempt.joined_at = attempt.sequence.arrival
+        self._enter(attempt)
         self._engine.wake()
 
     async def cancel(self, request_id: str, attempt: int) -> None:
-        self._end(f"{request_id}#{attempt}", RequestCancelledError(f"{request_id}#{attempt} was cancelled"))
+        """Ends an attempt; one that is not here yet is refused when it comes."""
+        key = f"{request_id}#{attempt}"
+        if key in self._attempts:
+            self._end(key, RequestCancelledError(f"{key} was cancelled"))
+            return
+        self._early_cancels[key] = None
+        if len(self._early_cancels) > EARLY_CANCELS:
+            del self._early_cancels[next(iter(self._early_cancels))]
 
     # ── one request ───────────────────────────────────────────────────────────────────────────────
 
-    def _admit(self, router_id: str, request: GenerationRequest) -> Sequence:
+    async def _admit(self, router_id: str, request: GenerationRequest) -> _Attempt:
         """Checks what only this worker can know; nothing is held yet."""
-        if self._state is not WorkerState.READY:
-            raise DrainingError(f"worker {self.info.worker_id} is {self._state}")
-        self._streams.of(router_id)
+        if self._failpoints:
+            await self._failpoints.reach("reserve")
+        self._life.check_ready()
+        stream = self._streams.of(router_id)
+        if request.key in self._early_cancels:
+            raise RequestCancelledError(f"{request.key} was cancelled before it came to {self.info.worker_id}")
         if request.key in self._attempts:
             raise InvalidRequestError(f"attempt {request.key} is on {self.info.worker_id} already")
         tokens = len(request.prompt) + request.sampling.max_tokens
@@ -166,17 +212,23 @@ class DecodeWorker:
             raise InvalidRequestError(
                 f"prompt and max_tokens together may be 2 to {self.info.max_sequence_tokens} tokens, got {tokens}"
             )
-        return Sequence(request, self.info.model.fingerprint, asyncio.get_running_loop().time())
+        return _Attempt(Sequence(request, self.info.model.fingerprint, asyncio.get_running_loop().time()), stream)
 
-    def _enter(self, sequence: Sequence, router_id: str) -> _Attempt:
-        attempt = _Attempt(sequence, router_id)
+    def _enter(self, attempt: _Attempt) -> None:
+        """The attempt holds its blocks: from here on `_finish` is its way out."""
+        sequence = attempt.sequence
         self._attempts[sequence.key] = attempt
         timeout_s = sequence.request.timeout_s
         if timeout_s is not None:
             error = DeadlineError(f"{sequence.key} exceeded its {timeout_s:.3f} s on {self.info.worker_id}")
             attempt.deadline = asyncio.get_running_loop().call_later(timeout_s, self._end, sequence.key, error)
+        self.metrics.cached_tokens.inc(sequence.context.cached)
         self._reporter.changed()
-        return attempt
+
+    def _end_all(self, stream: RouterStream) -> None:
+        """Nobody listens to ``stream`` any more."""
+        for key in [key for key, attempt in self._attempts.items() if attempt.stream is stream]:
+            self._end(key, gone(stream.router_id))
 
     def _end(self, key: str, error: BatonError) -> None:
         """Ends an attempt at whatever stage it is; unknown ones are ignored."""
@@ -215,21 +267,18 @@ class DecodeWorker:
             error.message if error is not None else "",
             handoff_s=joined - sequence.arrival,
             decode_s=now - joined,
+            prefill_context=attempt.prefill_context,
         )
-        request = sequence.request
-        self._streams.put(attempt.router_id, TokenDelta(request.request_id, request.attempt, index, tokens, finish))
-        self._check_drained()
+        attempt.stream.put(sequence.request, index, tokens, finish)
+        self._life.left(len(self._attempts))
         self._reporter.changed()
-
-    def _check_drained(self) -> None:
-        if self._state is WorkerState.DRAINING and not self._attempts:
-            self._drained.set()
 
     # ── what the handoff tells ────────────────────────────────────────────────────────────────────
 
     def _joined(self, sequence: Sequence, commit: HandoffCommit) -> None:
         attempt = self._attempts[sequence.key]
         attempt.joined_at = asyncio.get_running_loop().time()
+        attempt.prefill_context = commit.context
         # The first token goes out here too: this stream is whole, even if the prefill worker's word to the
         # router is late or lost.
         self._emit(attempt, self._scheduler.join(sequence, commit.token, attempt.joined_at))
@@ -245,18 +294,20 @@ class DecodeWorker:
     # ── what the engine tells ─────────────────────────────────────────────────────────────────────
 
     def _planned(self, plan: StepPlan) -> None:
-        decoding = 0
+        decoding = context_tokens = 0
         for step in plan.steps:
             sequence = self._attempts[step.sequence_id].sequence
             if sequence.is_decoding:
                 decoding += 1
             else:
-                self._context_tokens += len(step.token_ids)
+                context_tokens += len(step.token_ids)
+        self._context_tokens += context_tokens
         self._decoded_tokens += decoding
         self._decode_steps += decoding > 0
         self._prefill_steps += decoding < len(plan.steps)
         self.metrics.steps.inc()
         self.metrics.decode_steps.inc(decoding > 0)
+        self.metrics.context_tokens.inc(context_tokens)
         self.metrics.preemptions.inc(self._scheduler.preemptions - self._preemptions_seen)
         self._preemptions_seen = self._scheduler.preemptions
 
@@ -276,14 +327,12 @@ class DecodeWorker:
         if output.finish is not None:
             self._finish(attempt, output.finish, index=output.index, tokens=(output.token,))
             return
-        request = output.sequence.request
-        delta = TokenDelta(request.request_id, request.attempt, output.index, (output.token,))
-        self._streams.put(attempt.router_id, delta)
+        attempt.stream.put(output.sequence.request, output.index, (output.token,))
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
         return WorkerLoad(
-            state=self._state,
+            state=self.state,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             waiting_tokens=scheduler.waiting_tokens,

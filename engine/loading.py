@@ -59,6 +59,8 @@ def load_model(
         dtype=dtype,
         total_kv_heads=architecture.num_kv_heads,
     )
+    if config.pool_bytes is not None:
+        pool_blocks(config.pool_bytes, layout, device)  # too small: said now, not after minutes of reading
     kernels = BATCH_INVARIANT if config.batch_invariant else ORDINARY
     tell(f"reading weights from {path} as {dtype} onto {device}")
     with torch.inference_mode():

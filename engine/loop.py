@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from common.errors import BatonError, EngineError
@@ -34,7 +34,8 @@ class EngineLoop:
     """Drives one scheduler and one executor.
 
     ``planned`` sees each plan before it runs, ``deliver`` the outputs of each step; ``on_layer`` is
-    passed to the executor.
+    passed to the executor. ``before_step`` may hold a step up, or fail it. A step that takes longer than
+    ``step_timeout_s`` is taken for hung; nothing can be done about it here but say so.
     """
 
     def __init__(
@@ -44,12 +45,17 @@ class EngineLoop:
         planned: Callable[[StepPlan], None],
         deliver: Callable[[Sequence[SequenceOutput]], None],
         on_layer: LayerHook | None = None,
+        *,
+        before_step: Callable[[], Awaitable[None]] | None = None,
+        step_timeout_s: float = float("inf"),
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._planned = planned
         self._deliver = deliver
         self._on_layer = on_layer
+        self._before_step = before_step
+        self._step_timeout_s = step_timeout_s
         self._work = asyncio.Event()
         self._step_started: float | None = None
 
@@ -60,6 +66,10 @@ class EngineLoop:
     def step_age_s(self, now: float) -> float:
         """For how long the present step has been running; 0 when idle."""
         return 0.0 if self._step_started is None else now - self._step_started
+
+    def hangs(self) -> bool:
+        """Whether the present step has been running for longer than the timeout."""
+        return self.step_age_s(asyncio.get_running_loop().time()) > self._step_timeout_s
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -73,6 +83,8 @@ class EngineLoop:
             self._planned(plan)
             self._step_started = loop.time()
             try:
+                if self._before_step is not None:
+                    await self._before_step()
                 output = await self._executor.execute(plan, self._on_layer)
             except BatonError as error:
                 log.error("step %d failed: %s", plan.step_id, error)

@@ -77,13 +77,17 @@ class PieceAck:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Sender: that was all. ``finish`` is empty unless the first token already ends the answer."""
+    """Sender: that was all. ``finish`` is empty unless the first token already ends the answer. The last
+    three say where the sender had the tokens' KV from."""
 
     stream: int
     token: int
     index: int
     num_pieces: int
     finish: str = ""
+    cached: int = 0
+    pulled: int = 0
+    computed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ _OPEN = struct.Struct("<BIHI")
 _OPEN_ACK = struct.Struct("<BIB")
 _PIECE = struct.Struct("<BIQIIIQq")
 _PIECE_ACK = struct.Struct("<BQ")
-_COMMIT = struct.Struct("<BIQQQ")
+_COMMIT = struct.Struct("<BIQQQIII")
 _RECEIPT = struct.Struct("<BIQQ")
 _TEXTS = struct.Struct("<BI")
 _LENGTH = struct.Struct("<H")
@@ -163,7 +167,8 @@ def encode(frame: Frame) -> bytes:
             case PieceAck():
                 return _PIECE_ACK.pack(kind, frame.sequence)
             case Commit():
-                header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces)
+                context = (frame.cached, frame.pulled, frame.computed)
+                header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces, *context)
                 return header + _pack_text(frame.finish)
             case Receipt():
                 return _RECEIPT.pack(kind, frame.stream, frame.num_pieces, frame.num_bytes)
@@ -259,8 +264,8 @@ def _read_piece_ack(reader: _Reader) -> PieceAck:
 
 
 def _read_commit(reader: _Reader) -> Commit:
-    _, stream, token, index, num_pieces = reader.fields(_COMMIT)
-    return Commit(stream, token, index, num_pieces, reader.text())
+    _, stream, token, index, num_pieces, *context = reader.fields(_COMMIT)
+    return Commit(stream, token, index, num_pieces, reader.text(), *context)
 
 
 def _read_receipt(reader: _Reader) -> Receipt:

@@ -167,12 +167,18 @@ class _ServedChannel:
                 try:
                     answer = self._answer(frame)
                 except BatonError as error:
-                    self._fail(frame.stream, error)
-                    answer = Error(frame.stream, error.code, error.message)
+                    answer = self._refuse(frame.stream, error)
+                except Exception as error:  # the top of this handoff: its neighbours go on
+                    log.exception("a handoff broke down")
+                    answer = self._refuse(frame.stream, HandoffError(f"the receiver broke down: {error!r}"))
                 if answer is not None:
                     await self._say(answer)
             case _:
                 raise HandoffError(f"a sender does not send {type(frame).__name__} frames")
+
+    def _refuse(self, stream: int, error: BatonError) -> Error:
+        self._fail(stream, error)
+        return Error(stream, error.code, error.message)
 
     def _answer(self, frame: Open | Commit | Abort) -> Frame | None:
         match frame:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError, HandoffError, IntegrityError, TicketError
-from common.messages import FinishReason, HandoffCommit, HandoffReceipt, KVLayout, Ticket
+from common.messages import ContextTokens, FinishReason, HandoffCommit, HandoffReceipt, KVLayout, Ticket
 from kv_transfer.blocking import RunBlocking, uninterrupted
 from kv_transfer.channel import Bytes
 from kv_transfer.frames import TRANSFER_VERSION, Commit, Open, Piece, checksum
@@ -118,7 +118,8 @@ class Push:
 
     async def commit(self, commit: HandoffCommit) -> HandoffReceipt:
         finish = commit.finish.value if commit.finish is not None else ""
-        self._commit = Commit(self.stream, commit.token, commit.index, commit.num_pieces, finish)
+        context = (commit.context.cached, commit.context.moved, commit.context.computed)
+        self._commit = Commit(self.stream, commit.token, commit.index, commit.num_pieces, finish, *context)
         if not self.is_over:
             self._line.schedule(self)
         await self._wait_for(self._over)
@@ -332,7 +333,8 @@ class Arrival:
             finish = FinishReason(frame.finish) if frame.finish else None
         except ValueError as error:
             raise HandoffError(f"unknown finish reason {frame.finish!r} in a commit") from error
-        commit = HandoffCommit(self.ticket.ticket_id, frame.token, frame.index, frame.num_pieces, finish)
+        context = ContextTokens(frame.cached, frame.pulled, frame.computed)
+        commit = HandoffCommit(self.ticket.ticket_id, frame.token, frame.index, frame.num_pieces, finish, context)
         self._committed, self._opening = True, None  # whatever the listener says: nothing may write now
         self._listener.committed(commit)
         return HandoffReceipt(self.ticket.ticket_id, expected, self._num_bytes)

@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.errors import BatonError
+from common.failpoints import Failpoints
 from common.messages import (
     FirstToken,
     HandoffCommit,
@@ -32,12 +33,21 @@ class Handoff:
     """``num_layers`` and ``block_size`` are the worker's own; pieces count its blocks from the
     ticket's ``cached_tokens`` on."""
 
-    def __init__(self, sequence: Sequence, ticket: Ticket, sender: KVSender, num_layers: int, block_size: int) -> None:
+    def __init__(
+        self,
+        sequence: Sequence,
+        ticket: Ticket,
+        sender: KVSender,
+        num_layers: int,
+        block_size: int,
+        failpoints: Failpoints,
+    ) -> None:
         self.sequence = sequence
         self.ticket = ticket
         self.events: asyncio.Queue[PrefillEvent | BatonError | None] = asyncio.Queue()
         """What the router is told; an error or None ends it."""
         self._sender = sender
+        self._failpoints = failpoints
         self._block_size = block_size
         self._first_block = ticket.cached_tokens // block_size
         self._num_pieces = -(-sequence.num_context // block_size) - self._first_block
@@ -75,6 +85,8 @@ class Handoff:
             await self._admitted.wait()
             block_ids = self.sequence.block_ids[self._first_block : self._first_block + self._num_pieces]
             push = await self._sender.open(self.ticket, block_ids)
+            if self._failpoints:
+                await self._failpoints.reach("push")
             self._push = push
             for layer in range(len(self._complete)):
                 self._push_complete(push, layer)
@@ -82,6 +94,8 @@ class Handoff:
             if output.error is not None:
                 raise output.error
             assert output.token is not None
+            if self._failpoints:
+                await self._failpoints.reach("commit")
             started = now()
             receipt = await push.commit(
                 HandoffCommit(
@@ -90,6 +104,7 @@ class Handoff:
                     output.index,
                     len(self._complete) * self._num_pieces,
                     output.finish,
+                    self.sequence.context,
                 )
             )
             request = self.sequence.request

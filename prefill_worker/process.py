@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from functools import partial
 
 from common.config import Config
-from common.lifecycle import first_of
-from common.messages import Role
+from common.failpoints import Failpoints
+from common.lifecycle import end_within, first_of
+from common.messages import Role, WorkerState
 from engine.assembly import describe, load_runner, make_pool
 from kv_transfer.host import host_id
 from kv_transfer.sender import Sender
@@ -25,7 +27,8 @@ async def run_prefill_worker(
     stop: asyncio.Event,
     progress: Callable[[str], None],
 ) -> None:
-    """Serves until ``stop``, or until it has drained. ``ready`` gets the address."""
+    """Serves until ``stop``, or until it has drained. ``ready`` gets the address. Raises what the worker
+    broke down with."""
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
     runner = await load_runner(config, progress)
@@ -38,12 +41,21 @@ async def run_prefill_worker(
     pool = make_pool(config, runner)
     scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
     info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())
-    worker = PrefillWorker(info, config.worker, pool, scheduler, runner, sender)
+    worker = PrefillWorker(
+        info,
+        config.worker,
+        pool,
+        scheduler,
+        runner,
+        sender,
+        step_timeout_s=config.engine.step_timeout_s,
+        failpoints=Failpoints(config.failpoints, random.Random(worker_id)),
+    )
     worker.start()
     try:
         await server.start(worker, prefill=worker)
         ready(address)
-        await first_of(stop.wait(), worker.drained())
+        health = server.follow(lambda: worker.state is WorkerState.READY, config.worker.heartbeat_s)
+        await first_of(stop.wait(), worker.drained(), worker.failed(), health)
     finally:
-        await worker.close()
-        await server.stop()
+        await end_within(config.cluster.stop_timeout_s, worker.close, server.stop)

@@ -10,10 +10,11 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
+from functools import partial
 
 from common.config import WorkerConfig
-from common.errors import BatonError, DeadlineError, DrainingError, InvalidRequestError, RequestCancelledError
-from common.lifecycle import Tasks
+from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
+from common.failpoints import Failpoints
 from common.messages import (
     GenerationRequest,
     PrefillEvent,
@@ -26,6 +27,7 @@ from common.messages import (
 )
 from common.metrics import WorkerMetrics
 from engine.blocks import BlockPool
+from engine.life import Life
 from engine.loop import EngineLoop
 from engine.plan import Executor, StepPlan
 from engine.reporting import Reporter
@@ -38,7 +40,10 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One prefill worker. `start` it inside a running loop, `close` it at the end."""
+    """One prefill worker. `start` it inside a running loop, `close` it at the end.
+
+    ``step_timeout_s``: a step that takes longer is taken for hung.
+    """
 
     def __init__(
         self,
@@ -49,6 +54,9 @@ class PrefillWorker:
         executor: Executor,
         sender: KVSender,
         metrics: WorkerMetrics | None = None,
+        *,
+        step_timeout_s: float = float("inf"),
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.info = info
         self.metrics = metrics or WorkerMetrics(info.role)
@@ -56,24 +64,30 @@ class PrefillWorker:
         self._scheduler = scheduler
         self._sender = sender
         self._executor = executor
-        self._tasks = Tasks()
+        self._failpoints = failpoints or Failpoints()
         self._handoffs: dict[str, Handoff] = {}
-        self._state = WorkerState.STARTING
-        self._drained = asyncio.Event()
         self._steps = 0
         self._computed_tokens = 0
         self._sent_bytes = 0
-        self._engine = EngineLoop(scheduler, executor, self._planned, self._deliver, self._layer_complete)
+        self._engine = EngineLoop(
+            scheduler,
+            executor,
+            self._planned,
+            self._deliver,
+            self._layer_complete,
+            before_step=partial(self._failpoints.reach, "prefill_step") if self._failpoints else None,
+            step_timeout_s=step_timeout_s,
+        )
+        self._life = Life(info.worker_id, self._engine.hangs, config.drain_timeout_s)
         self._reporter = Reporter(config, self.load, pool.prefix_cache)
 
     def start(self) -> None:
-        self._state = WorkerState.READY
-        self._tasks.spawn(self._engine.run(), "engine")
-        self._tasks.spawn(self._reporter.run(), "reporter")
+        self._life.begin()
+        self._life.tasks.spawn(self._engine.run(), "engine")
+        self._life.tasks.spawn(self._reporter.run(), "reporter")
 
     async def close(self) -> None:
-        self._state = WorkerState.DEAD
-        await self._tasks.close()
+        await self._life.end()
         await self._sender.close()
         await self._executor.close()
 
@@ -90,12 +104,20 @@ class PrefillWorker:
 
     async def drain(self) -> None:
         """Takes nothing new from now on; `drained` returns when what is here has ended."""
-        self._state = WorkerState.DRAINING
+        self._life.drain()
         self._reporter.report()
-        self._check_drained()
+        self._life.left(len(self._handoffs))
 
     async def drained(self) -> None:
-        await self._drained.wait()
+        await self._life.drained()
+
+    async def failed(self) -> None:
+        """Waits until the worker has broken down, and raises why."""
+        await self._life.failed()
+
+    @property
+    def state(self) -> WorkerState:
+        return self._life.state
 
     async def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
         """See `router.clients.PrefillClient.prefill`. Closing it cancels; the clean-up does not make
@@ -104,9 +126,9 @@ class PrefillWorker:
         now = asyncio.get_running_loop().time()
         sequence = Sequence(request, self.info.model.fingerprint, now)
         layout = self.info.layout
-        handoff = Handoff(sequence, ticket, self._sender, layout.num_layers, layout.block_size)
+        handoff = Handoff(sequence, ticket, self._sender, layout.num_layers, layout.block_size, self._failpoints)
         self._handoffs[sequence.key] = handoff
-        job = self._tasks.spawn(self._run(handoff), f"handoff {sequence.key}")
+        job = self._life.tasks.spawn(self._run(handoff), f"handoff {sequence.key}")
         try:
             while (event := await handoff.events.get()) is not None:
                 if isinstance(event, BatonError):
@@ -118,9 +140,9 @@ class PrefillWorker:
     # ── one request ───────────────────────────────────────────────────────────────────────────────
 
     def _check(self, request: GenerationRequest, ticket: Ticket) -> None:
-        if self._state is not WorkerState.READY:
-            raise DrainingError(f"prefill worker {self.info.worker_id} is {self._state}")
-        if request.key in self._handoffs:
+        self._life.check_ready()
+        # The blocks of one that was cancelled are held until its last step has ended.
+        if request.key in self._handoffs or self._pool.holds(request.key):
             raise InvalidRequestError(f"attempt {request.key} is under way on {self.info.worker_id} already")
         tokens = len(request.prompt) + len(request.generated)
         if not 0 < tokens <= self.info.max_sequence_tokens:
@@ -139,6 +161,8 @@ class PrefillWorker:
         self._changed()
         try:
             async with asyncio.timeout(sequence.request.timeout_s):
+                if self._failpoints:
+                    await self._failpoints.reach("prefill_start")
                 receipt = await handoff.run(loop.time)
             self._sent_bytes += receipt.num_bytes
             self.metrics.kv_bytes_sent.inc(receipt.num_bytes)
@@ -189,19 +213,15 @@ class PrefillWorker:
             handoff.computed(output)
         self._reporter.changed()
 
-    def _check_drained(self) -> None:
-        if self._state is WorkerState.DRAINING and not self._handoffs:
-            self._drained.set()
-
     def _changed(self) -> None:
-        self._check_drained()
+        self._life.left(len(self._handoffs))
         self._engine.wake()
         self._reporter.changed()
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
         return WorkerLoad(
-            state=self._state,
+            state=self.state,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             waiting_tokens=scheduler.waiting_tokens,

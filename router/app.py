@@ -200,7 +200,9 @@ def _add_operator_endpoints(app: FastAPI, gateway: Gateway) -> None:
     async def ready() -> Response:
         verdict = await gateway.readiness.check()
         if verdict.ready:
-            return JSONResponse({"status": "ready"})
+            # It serves; that some worker does not is no secret.
+            degraded = service.registry.not_ready()
+            return JSONResponse({"status": "ready"} | ({"degraded": degraded} if degraded else {}))
         error = UnavailableError("; ".join(verdict.reasons))
         return JSONResponse({"status": "not ready", "reasons": verdict.reasons, **openai_body(error)}, 503)
 

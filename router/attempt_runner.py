@@ -33,6 +33,8 @@ RETRY_S = 0.25
 
 RESERVE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+"""At the end, cancels that are on their way get this long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,18 @@ class AttemptRunner:
     def __init__(self, router_id: str, tasks: Tasks, news: Callable[[], None]) -> None:
         self._router_id = router_id
         self._tasks = tasks
+        self._cancels = Tasks()
         self._news = news
 
     def begin(self, live: LiveRequest, pair: Pair) -> Attempt:
         """Books the attempt on both workers, so that the next placement sees it."""
         attempt = live.begin_attempt(pair.decision)
         context = live.demand.context_tokens
-        if pair.prefill is not None and pair.decision.prefill is not None:
-            pair.prefill.begin(attempt, max(1, context - pair.decision.prefill.hit_tokens))
-        missing = max(0, context - pair.decision.decode.hit_tokens)
-        pair.decode.begin(attempt, context, -(-missing // pair.decode.block_size))
+        for worker, choice in ((pair.prefill, pair.decision.prefill), (pair.decode, pair.decision.decode)):
+            if worker is not None and choice is not None:
+                missing = max(0, context - choice.hit_tokens)
+                tokens = context if worker is pair.decode else max(1, missing)
+                worker.begin(attempt, tokens, -(-missing // worker.block_size))
         return attempt
 
     async def run(self, live: LiveRequest, pair: Pair, attempt: Attempt) -> None:
@@ -93,11 +97,16 @@ class AttemptRunner:
             if leg is not None:
                 leg.cancel()
             if held:
-                self._tasks.spawn(self._cancel(pair.decode, attempt), f"cancel {attempt.key}")
+                self._cancels.spawn(self._cancel(pair.decode, attempt), f"cancel {attempt.key}")
             for worker in (pair.prefill, pair.decode):
                 if worker is not None:
                     worker.end(attempt)
             self._news()
+
+    async def close(self) -> None:
+        """Lets the cancels of ended attempts through: before the workers' clients are closed."""
+        await self._cancels.settle(CLOSE_TIMEOUT_S)
+        await self._cancels.close()
 
     async def _reserve(self, live: LiveRequest, pair: Pair, attempt: Attempt) -> Ticket | None:
         """D's promise of blocks. None from a worker that does it all."""
@@ -108,13 +117,15 @@ class AttemptRunner:
             # A worker that is lost meanwhile ends the attempt, and with it the wait.
             either: list[asyncio.Future[Any]] = [call, attempt.outcome]
             await asyncio.wait(either, timeout=RESERVE_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done():
-                if attempt.outcome.done():
-                    attempt.outcome.result()
+            if call.done():
+                ticket = call.result()
+            elif attempt.outcome.done():
+                attempt.outcome.result()  # raises, or the whole answer has overtaken the worker's word
+                ticket = None
+            else:
                 raise WorkerLostError(
                     f"{pair.decode.worker_id} did not answer a reservation within {RESERVE_TIMEOUT_S:g} s"
                 )
-            ticket = call.result()
         except NoCapacityError:
             self._pause(pair.decode)
             raise
@@ -140,7 +151,7 @@ class AttemptRunner:
                 worker.took(attempt)
                 async for event in events:
                     if isinstance(event, FirstToken):
-                        worker.outstanding.end(attempt.key)
+                        worker.outstanding.computed(attempt.key)
                         self._news()
                         live.first_token(event)
                     else:
@@ -174,14 +185,18 @@ class AttemptRunner:
         asyncio.get_running_loop().call_later(RETRY_S, retry)
 
     async def _cancel(self, decode: Worker, attempt: Attempt) -> None:
-        """Tells D that the attempt is over. If it cannot be told, the ticket's lease frees the blocks."""
-        if not decode.alive:
-            return
-        try:
-            async with asyncio.timeout(CANCEL_TIMEOUT_S):
-                await decode.decode_client.cancel(*attempt.key)
-        except (BatonError, TimeoutError) as error:
-            log.warning("could not cancel %s on %s: %s", attempt.key, decode.worker_id, error)
+        """Tells D that the attempt is over, until it has heard or its connection is gone: then it ends all
+        that this router asked for over it.
+        """
+        connection = decode.connection
+        while decode.connection is connection and decode.alive:
+            try:
+                async with asyncio.timeout(CANCEL_TIMEOUT_S):
+                    await decode.decode_client.cancel(*attempt.key)
+                return
+            except (BatonError, TimeoutError) as error:
+                log.warning("could not cancel %s on %s: %s", attempt.key, decode.worker_id, error)
+            await asyncio.sleep(RETRY_S)
 
 
 def _culprits(pair: Pair, attempt: Attempt, error: BatonError) -> tuple[str, ...]:

@@ -31,7 +31,9 @@ class WorkerClient(Protocol):
         ...
 
     def watch(self) -> AsyncGenerator[WorkerEvent, None]:
-        """The worker's events, a snapshot first. Ends with WorkerLostError, or when closed."""
+        """The worker's events, a snapshot first. Ends with WorkerLostError, when closed, or when this side
+        has lagged too far behind: then it is to be watched anew.
+        """
         ...
 
     async def ledger(self) -> WorkerLedger:
@@ -75,5 +77,5 @@ class DecodeClient(WorkerClient, Protocol):
         ...
 
     async def cancel(self, request_id: str, attempt: int) -> None:
-        """Ends an attempt at whatever stage it is. Unknown attempts are ignored (it is idempotent)."""
+        """Ends an attempt at whatever stage it is; one that is not there yet is refused when it comes."""
         ...

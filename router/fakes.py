@@ -317,6 +317,9 @@ class FakeDecodeClient(_Client):
         self.worker.generate(router_id, request, context, len(request.generated))
 
     async def cancel(self, request_id: str, attempt: int) -> None:
+        await asyncio.sleep(self.worker.step_s)  # the way there
+        if self.closed:
+            raise WorkerLostError(f"the client of {self.address} was closed")
         await self.worker.answer()
         self.worker.cancelled.append(f"{request_id}#{attempt}")
         self.worker.release(f"{request_id}#{attempt}")

@@ -147,6 +147,8 @@ class LiveRequest:
         """The decode worker's last word: the answer is complete, and this is what it took."""
         record = self.record
         record.decode_context = finish.context
+        if finish.prefill_context.total:
+            record.prefill_context = finish.prefill_context
         record.preemptions += finish.preemptions
         if colocated:  # one worker was both sides
             record.prefill_context = finish.context
@@ -161,7 +163,8 @@ class LiveRequest:
         self.record.finish_reason = reason.value
         self.answer.finish(reason, self.record.usage)
         settled_at = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
-        self.timeout.reschedule(min(self._deadline, settled_at))
+        if not self.timeout.expired():  # in the very moment of the deadline
+            self.timeout.reschedule(min(self._deadline, settled_at))
 
     # ── the end ───────────────────────────────────────────────────────────────────────────────────
 

@@ -51,6 +51,13 @@ class Outstanding:
         if share is not None:
             share.sent = True
 
+    def computed(self, key: AttemptKey) -> None:
+        """Its tokens are computed; the blocks it still holds."""
+        share = self._shares.get(key)
+        if share is not None:
+            self._count(-share.tokens, 0, 0)
+            share.tokens = 0
+
     def end(self, key: AttemptKey) -> None:
         """The worker is done with it (again: nothing happens)."""
         share = self._shares.pop(key, None)

@@ -89,16 +89,21 @@ def place_pair(
     """The pair with the least estimated work.
 
     ``hits``: worker address → tokens of the prompt that it holds. ``backlog_tokens``: a prefill worker
-    with this much waiting gets no more, since backlog belongs into the router's queue, where it is in
-    order. Workers in ``avoid`` are taken only when there is no other.
+    with this much waiting, or without room for the prompt, gets no more, since backlog belongs into the
+    router's queue, where it is in order and holds no decode worker's blocks. Workers in ``avoid`` are taken
+    only when there is no other.
 
     Raises NoCapacityError when all are full for now, ContextLengthError when none is large enough.
     """
     prefills = _large_enough(prefills, demand.context_tokens, "prefill")
     decodes = _large_enough(decodes, demand.final_tokens, "decode")
-    ready = _preferred([w for w in prefills if w.accepting and w.waiting_tokens < backlog_tokens], avoid)
+    free = [w for w in prefills if w.waiting_tokens < backlog_tokens and _has_room(w, demand, hits)]
+    ready = _preferred(free, avoid)
     if not ready:
-        raise NoCapacityError(f"each of {len(prefills)} prefill workers has {backlog_tokens} tokens or more to compute")
+        raise NoCapacityError(
+            f"each of {len(prefills)} prefill workers has {backlog_tokens} tokens or more to compute, "
+            f"or no room for the KV of {demand.context_tokens}"
+        )
     roomy = _preferred(_with_room(demand, decodes, hits), avoid)
 
     def prefill_load(worker: Outlook) -> int:
@@ -136,16 +141,17 @@ def _large_enough(workers: Sequence[Outlook], num_tokens: int, role: str) -> lis
 
 
 def _with_room(demand: Demand, workers: Sequence[Outlook], hits: Mapping[str, int]) -> list[Outlook]:
-    roomy = []
-    for worker in workers:
-        missing = demand.context_tokens - hits.get(worker.address, 0)
-        if worker.accepting and worker.available_blocks * worker.block_size >= missing:
-            roomy.append(worker)
+    roomy = [worker for worker in workers if _has_room(worker, demand, hits)]
     if not roomy:
         raise NoCapacityError(
             f"none of {len(workers)} decode workers has room for the KV of {demand.context_tokens} tokens"
         )
     return roomy
+
+
+def _has_room(worker: Outlook, demand: Demand, hits: Mapping[str, int]) -> bool:
+    missing = demand.context_tokens - hits.get(worker.address, 0)
+    return worker.accepting and worker.available_blocks * worker.block_size >= missing
 
 
 def _preferred(workers: list[Outlook], avoid: Collection[str]) -> list[Outlook]:

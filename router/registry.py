@@ -43,6 +43,7 @@ class Registry:
         self._suspect_after_s = suspect_after_s
         self._on_news = on_news
         self._workers: dict[str, Worker] = {}
+        self._pools: dict[Role, dict[str, Worker]] = {role: {} for role in Role}
         self._links: dict[str, asyncio.Task[None]] = {}
         self._tasks = Tasks()
         self._missing_since: dict[Role, float] = {}
@@ -60,20 +61,36 @@ class Registry:
         return self._workers[address]
 
     def ready(self, role: Role) -> list[Worker]:
-        return [w for w in self._workers.values() if w.role is role and w.state is WorkerState.READY]
+        return [worker for worker in self._pools[role].values() if worker.state is WorkerState.READY]
 
     def missing(self, now: float) -> tuple[Role, float] | None:
         """A role that has no ready worker, and for how many seconds it has had none."""
+        self._note_missing(now)
+        return next(((role, now - since) for role, since in self._missing_since.items()), None)
+
+    def _note_missing(self, now: float) -> None:
+        """Looks at every change: else a loss would seem to last since one that was over long ago."""
         for role in self.roles:
-            if self.ready(role):
+            if any(worker.state is WorkerState.READY for worker in self._pools[role].values()):
                 self._missing_since.pop(role, None)
             else:
-                return role, now - self._missing_since.setdefault(role, now)
-        return None
+                self._missing_since.setdefault(role, now)
+
+    def _news(self) -> None:
+        self._note_missing(asyncio.get_running_loop().time())
+        self._on_news()
+
+    def not_ready(self, *roles: Role) -> list[str]:
+        """The workers (of ``roles``; of all) that take no work, each with its reason."""
+        return [
+            f"{w.worker_id} is {w.state}: {w.reason}"
+            for w in self._workers.values()
+            if w.state is not WorkerState.READY and (not roles or w.role in roles)
+        ]
 
     def explain(self, role: Role) -> str:
         """Why no worker of ``role`` is ready."""
-        reasons = [f"{w.worker_id} is {w.state}: {w.reason}" for w in self._workers.values() if w.role is role]
+        reasons = self.not_ready(role)
         return f"no {role} worker is ready" + (f" ({'; '.join(reasons)})" if reasons else ": there is none")
 
     def served_model(self) -> ModelInfo:
@@ -84,7 +101,7 @@ class Registry:
 
     def largest_sequence(self, role: Role) -> int:
         """Tokens that the largest living worker of ``role`` can hold for one request; 0 when there is none."""
-        return max((w.max_sequence_tokens for w in self._workers.values() if w.role is role and w.alive), default=0)
+        return max((w.max_sequence_tokens for w in self._pools[role].values() if w.alive), default=0)
 
     # ── membership ────────────────────────────────────────────────────────────────────────────────
 
@@ -102,20 +119,20 @@ class Registry:
             if address not in members:
                 worker.leaving = True
         self.release_leavers()
-        self._on_news()
+        self._news()
 
     def release_leavers(self) -> None:
         """Lets go of workers that are no members any more and have nothing to finish."""
         for address, worker in list(self._workers.items()):
             if worker.leaving and not worker.attempts:
-                del self._workers[address]
+                del self._workers[address], self._pools[worker.role][address]
                 self._links.pop(address).cancel()
 
     async def close(self) -> None:
         await self._tasks.close()
 
     def _join(self, worker: Worker) -> None:
-        self._workers[worker.address] = worker
+        self._workers[worker.address] = self._pools[worker.role][worker.address] = worker
         link = WorkerLink(
             worker,
             self._clients,
@@ -123,7 +140,7 @@ class Registry:
             router_id=self._router_id,
             suspect_after_s=self._suspect_after_s,
             admit=self._admit,
-            news=self._on_news,
+            news=self._news,
         )
         self._links[worker.address] = self._tasks.spawn(link.run(), f"link {worker.address}")
 

@@ -136,6 +136,7 @@ class RouterService:
             task.cancel()
         if self._serving:
             await asyncio.wait(list(self._serving.values()), timeout=STOP_TIMEOUT_S)
+        await self._runner.close()
         await self.registry.close()
         await self._tasks.close()
 

@@ -27,6 +27,8 @@ class Worker:
         """Why it is not ready; empty when it is."""
         self.heard_at = 0.0
         self.silent = False
+        self.stuck_since: float | None = None
+        """Since when its reports say that its engine hangs."""
         self.leaving = False
         """No longer a member: it finishes what it has."""
         self.attempts: dict[AttemptKey, Attempt] = {}
@@ -64,6 +66,11 @@ class Worker:
     @property
     def decode_client(self) -> DecodeClient:
         return cast(DecodeClient, self._connected())
+
+    @property
+    def connection(self) -> object:
+        """What is the same object as long as one connection lasts; None without one."""
+        return self._client
 
     def _connected(self) -> PrefillClient | DecodeClient:
         if self._client is None:
@@ -118,16 +125,30 @@ class Worker:
         self.outstanding = Outstanding()
         self.heard_at = now
         self.silent = self._reported = self._full = self._tight = False
+        self.stuck_since = None
         self.reason = ""
         self._client = client
 
     def reported(self, load: WorkerLoad, now: float) -> None:
         """A load report: the worker lives, and what it takes is to be found out again."""
         self.heard(now)
+        self._note_stuck(load.state is WorkerState.SUSPECT, now)
         self.load = load
         self.outstanding.reported()
         self._reported = True
         self._full = False
+
+    def stuck_s(self, now: float) -> float:
+        """For how long its engine has been known to hang."""
+        return 0.0 if self.stuck_since is None else now - self.stuck_since
+
+    def _note_stuck(self, stuck: bool, now: float) -> None:
+        if stuck:
+            self.stuck_since = now if self.stuck_since is None else self.stuck_since
+            self.reason = "its engine has been in one step for longer than engine.step_timeout_s"
+        elif self.stuck_since is not None:
+            self.stuck_since = None
+            self.reason = ""
 
     def heard(self, now: float) -> None:
         self.heard_at = now

@@ -6,8 +6,8 @@
 
 The token stream is opened before the events are asked for, over one connection; so when the first event
 is here the stream is open there, and only then is the worker ready. A gap in the events' numbers means a
-missed one: watching anew starts with a snapshot. A worker that is silent for too long is first suspect
-(no new work), then taken for lost (its attempts go on elsewhere).
+missed one: watching anew starts with a snapshot. A worker that is silent for too long, or says that its
+engine hangs, is first suspect (no new work), then taken for lost (its attempts go on elsewhere).
 
 Knows the clients' protocol, and nothing of requests.
 """
@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from common.errors import BatonError, WorkerLostError
 from common.lifecycle import first_of
-from common.messages import Role, WorkerInfo
+from common.messages import Role, WorkerInfo, WorkerState
 from router.clients import DecodeClient, PrefillClient, WorkerClient
 from router.prefix_index import PrefixIndex
 from router.worker import Worker
@@ -80,8 +80,14 @@ class WorkerLink:
             except BatonError as error:
                 was_alive = self._worker.alive
                 if was_alive:
-                    log.warning("lost worker %s: %s", self._worker.worker_id, error.message)
+                    # One that drained has said that it would go.
+                    level = logging.DEBUG if self._worker.state is WorkerState.DRAINING else logging.WARNING
+                    log.log(level, "lost worker %s: %s", self._worker.worker_id, error.message)
                 self._disconnected(error)
+            except Exception as error:  # the top of this connection: no peer may end the keeping up of it
+                was_alive = self._worker.alive
+                log.exception("the link to %s failed", self._worker.worker_id)
+                self._disconnected(WorkerLostError(f"internal error ({type(error).__name__})"))
             finally:
                 if self._worker.alive:
                     self._disconnected(WorkerLostError(f"{self._worker.worker_id} is no member any more"))
@@ -152,17 +158,24 @@ class WorkerLink:
                 expected = event.sequence + 1
                 worker.reported(event.load, loop.time())
                 self._news()
+                # Suspect so far; what runs there is given up as if it had been silent.
+                stuck_s = worker.stuck_s(loop.time())
+                if worker.attempts and stuck_s >= self._suspect_after_s * (LOST_AFTER - 1):
+                    raise WorkerLostError(f"{worker.worker_id} is stuck: {worker.reason}")
 
     async def _listen_for_silence(self) -> None:
         worker = self._worker
         loop = asyncio.get_running_loop()
-        suspect_s, lost_s = self._suspect_after_s, self._suspect_after_s * LOST_AFTER
         while True:
-            silence_s = loop.time() - worker.heard_at
-            if silence_s >= lost_s:
-                raise WorkerLostError(f"{worker.worker_id} was silent for {silence_s:.1f} s")
-            if silence_s >= suspect_s:
-                worker.quiet(silence_s)
-                await asyncio.sleep(lost_s - silence_s)
+            now = loop.time()
+            suspect_at = worker.heard_at + self._suspect_after_s
+            lost_at = worker.heard_at + self._suspect_after_s * LOST_AFTER
+            if now >= lost_at:
+                raise WorkerLostError(f"{worker.worker_id} was silent for {now - worker.heard_at:.1f} s")
+            if now >= suspect_at:
+                worker.quiet(now - worker.heard_at)
+                self._news()
+                # Not until ``lost_at``: it may speak, and fall silent again, before.
+                await asyncio.sleep(min(lost_at - now, self._suspect_after_s))
             else:
-                await asyncio.sleep(suspect_s - silence_s)
+                await asyncio.sleep(suspect_at - now)

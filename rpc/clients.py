@@ -64,8 +64,10 @@ class GrpcWorkerClient:
         return conversion.WORKER_INFO.decode(answer)
 
     def watch(self) -> AsyncGenerator[WorkerEvent, None]:
-        """The worker's events, a snapshot first. Ends with WorkerLostError, or when closed."""
-        return self._stream(self._worker.Watch, pb.WatchRequest(), conversion.WORKER_EVENT.decode, endless=True)
+        """The worker's events, a snapshot first. Ends with WorkerLostError, when closed, or when this side
+        has lagged too far behind: then it is to be watched anew.
+        """
+        return self._stream(self._worker.Watch, pb.WatchRequest(), conversion.WORKER_EVENT.decode)
 
     async def ledger(self) -> WorkerLedger:
         return conversion.WORKER_LEDGER.decode(await self._ask(self._worker.Ledger, pb.LedgerRequest()))

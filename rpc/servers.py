@@ -6,7 +6,10 @@ descriptions and tickets), `start`. At the end the worker ends its own streams f
 
 from __future__ import annotations
 
+import asyncio
 import socket
+from collections.abc import Callable
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -78,6 +81,15 @@ class WorkerServer:
         status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in self._served:
             await self._health.set(name, status)
+
+    async def follow(self, is_ready: Callable[[], bool], every_s: float) -> NoReturn:
+        """Keeps the health service's answer true; looks every ``every_s``."""
+        serving = True
+        while True:
+            if is_ready() is not serving:
+                serving = not serving
+                await self.set_serving(serving)
+            await asyncio.sleep(every_s)
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Takes no new calls, and cancels what has not ended within ``grace_s``. Harmless when stopped."""

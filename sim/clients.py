@@ -1,11 +1,14 @@
 """Workers as a router sees them, without a network: calls take a latency, and end when the worker dies.
 
-The same workers, the same messages as over gRPC; see `router.clients` for what each call promises.
+The same workers, the same messages as over gRPC; see `router.clients` for what each call promises. As on
+a network, what was sent arrives although its sender has given up waiting, calls may overtake each other
+(``jitter_s``), streams keep their order, and of a broken stream the worker may learn later than the router.
 """
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
@@ -27,13 +30,19 @@ T = TypeVar("T")
 
 
 class Host:
-    """Where a worker runs: alive or not. `kill` breaks every call that is under way."""
+    """Where a worker runs: alive or not. `kill` breaks every call that is under way, `break_streams` the
+    streams alone.
 
-    def __init__(self, address: str, latency_s: float) -> None:
+    ``jitter_s``: a call or an item takes up to this much longer than ``latency_s``.
+    """
+
+    def __init__(self, address: str, latency_s: float, jitter_s: float = 0.0, rng: random.Random | None = None) -> None:
         self.address = address
         self.latency_s = latency_s
+        self.jitter_s = jitter_s
         self.alive = True
-        self._streams: dict[int, Callable[[], None]] = {}
+        self._rng = rng or random.Random(address)
+        self._streams: dict[int, Callable[[float], None]] = {}
         self._next_stream = 0
 
     def lost(self) -> WorkerLostError:
@@ -41,22 +50,21 @@ class Host:
 
     def kill(self) -> None:
         self.alive = False
+        self.break_streams()
+
+    def break_streams(self, noticed_after_s: float = 0.0) -> None:
+        """Every open stream ends for its reader; the worker notices ``noticed_after_s`` later."""
         for break_stream in list(self._streams.values()):
-            break_stream()
+            break_stream(noticed_after_s)
 
     async def call(self, method: Callable[[], Awaitable[T]]) -> T:
-        await asyncio.sleep(self.latency_s)
-        if not self.alive:
-            raise self.lost()
-        result = await method()
-        await asyncio.sleep(self.latency_s)
-        if not self.alive:
-            raise self.lost()
-        return result
+        served = asyncio.get_running_loop().create_task(self._serve(method), name=f"call of {self.address}")
+        served.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(served)
 
     async def stream(self, source: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """``source``'s items, each ``latency_s`` later and in order; WorkerLostError when the host dies."""
-        await asyncio.sleep(self.latency_s)
+        await asyncio.sleep(self._delay_s())
         if not self.alive:
             raise self.lost()
         items: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
@@ -64,13 +72,19 @@ class Host:
         loop = asyncio.get_running_loop()
         stream_id = self._next_stream
         self._next_stream += 1
+        arrives_at = 0.0
+        closing_s = self.latency_s
 
         def send(item: T | None, error: BaseException | None = None) -> None:
             # Timers of the same instant fire in any order; the queue keeps the items in theirs.
+            nonlocal arrives_at
             on_the_way.append((item, error))
-            loop.call_later(self.latency_s, lambda: items.put_nowait(on_the_way.popleft()))
+            arrives_at = max(arrives_at, loop.time() + self._delay_s())
+            loop.call_at(arrives_at, lambda: items.put_nowait(on_the_way.popleft()))
 
-        def break_stream() -> None:
+        def break_stream(noticed_after_s: float) -> None:
+            nonlocal closing_s
+            closing_s = noticed_after_s
             send(None, self.lost())
 
         async def pump() -> None:
@@ -97,7 +111,21 @@ class Host:
                 yield item
         finally:
             self._streams.pop(stream_id, None)
-            task.cancel()
+            loop.call_later(closing_s, task.cancel)
+
+    async def _serve(self, method: Callable[[], Awaitable[T]]) -> T:
+        await asyncio.sleep(self._delay_s())
+        if not self.alive:
+            raise self.lost()
+        try:
+            return await method()
+        finally:
+            await asyncio.sleep(self._delay_s())
+            if not self.alive:
+                raise self.lost()
+
+    def _delay_s(self) -> float:
+        return self.latency_s + (self._rng.random() * self.jitter_s if self.jitter_s else 0.0)
 
 
 class _SimWorkerClient:

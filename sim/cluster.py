@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.config import Config
 from common.errors import BatonError
+from common.failpoints import Failpoints
 from common.hashing import HASH_UNIT_TOKENS
 from common.lifecycle import Tasks
 from common.messages import (
@@ -60,10 +61,14 @@ class SimConfig:
     vocab_size: int = 32_000
     max_model_len: int = 131_072
     latency_s: float = 200e-6
+    jitter_s: float = 0.0
+    """Calls between router and workers take up to this much longer, and overtake each other."""
     link_bytes_per_s: float = 50e9
     seed: int = 0
     cost: CostModel = field(default_factory=CostModel)
     base: Config = field(default_factory=Config)
+    failpoints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Worker name → its failpoints."""
     heartbeats: bool = False
     """Heartbeats and suspicion are timers that never end; without them a deadlock shows at once."""
 
@@ -123,9 +128,12 @@ class SimCluster:
         self.hosts: dict[str, Host] = {}
         self.prefill_workers: dict[str, PrefillWorker] = {}
         self.decode_workers: dict[str, DecodeWorker] = {}
+        self.devices: dict[str, SimDevice] = {}
         self.links: dict[tuple[str, str], Link] = {}
         self._receivers: dict[str, SimReceiver] = {}
-        self._tasks = Tasks()
+        self._epochs: dict[str, int] = {}
+        self._failure: BaseException | None = None
+        self._tasks = Tasks(on_failure=self._broke_down)
         base = config.base
         if not config.heartbeats:
             quiet = {"heartbeat_s": BEYOND_HORIZON_S, "suspect_after_s": BEYOND_HORIZON_S}
@@ -173,19 +181,35 @@ class SimCluster:
 
     async def kill(self, name: str) -> None:
         """The worker's process is gone, in the middle of whatever it did."""
+        self._vanish(name)
+        await self.workers[name].close()
+
+    def _vanish(self, name: str) -> None:
+        """From this moment on nobody hears of it."""
         self.log.add(asyncio.get_running_loop().time(), f"kill {name}")
         self.hosts[name].kill()
-        await self.workers[name].close()
+        if name in self._receivers:
+            self._receivers[name].alive = False
+
+    def restart(self, name: str) -> None:
+        """A killed worker is started again: same name and address, next epoch, empty cache."""
+        self.log.add(asyncio.get_running_loop().time(), f"restart {name}")
+        if name in self.prefill_workers:
+            self._start_prefill(name)
+        else:
+            self._start_decode(name)
 
     async def ledgers(self) -> list[WorkerLedger]:
         return [await worker.ledger() for name, worker in self.workers.items() if self.hosts[name].alive]
 
     async def settled(self) -> list[WorkerLedger]:
         """The ledgers once all requests have ended and nobody holds anything. Raises TimeoutError after
-        60 virtual seconds."""
+        60 virtual seconds, and what a worker broke down with."""
         async with asyncio.timeout(60.0):
             while True:
                 ledgers = await self.ledgers()
+                if self._failure is not None:
+                    raise self._failure
                 if not self.service.records.num_live and not any(ledger.holders for ledger in ledgers):
                     return ledgers
                 await asyncio.sleep(0.01)
@@ -235,9 +259,19 @@ class SimCluster:
             pool, info.model, self._base.prefill.chunk_tokens, self._base.prefill.max_sequences
         )
         sender = SimSender(memory, self._receivers, links)
-        worker = PrefillWorker(info, self._base.worker, pool, scheduler, device, sender)
+        worker = PrefillWorker(
+            info,
+            self._base.worker,
+            pool,
+            scheduler,
+            device,
+            sender,
+            step_timeout_s=self._base.engine.step_timeout_s,
+            failpoints=self._failpoints(name),
+        )
         self.prefill_workers[name] = worker
         worker.start()
+        self._tasks.spawn(worker.failed(), f"failure of {name}")
 
     def _start_decode(self, name: str) -> None:
         role = Role.BOTH if self.config.mode == "colocated" else Role.DECODE
@@ -245,13 +279,38 @@ class SimCluster:
         receiver = SimReceiver(name, memory)
         self._receivers[name] = receiver
         scheduler = DecodeScheduler(pool, info.model, self._base.decode.max_sequences, self._base.decode.chunk_tokens)
-        worker = DecodeWorker(info, self._base.worker, self._base.transfer, pool, scheduler, device, receiver)
+        worker = DecodeWorker(
+            info,
+            self._base.worker,
+            self._base.transfer,
+            pool,
+            scheduler,
+            device,
+            receiver,
+            step_timeout_s=self._base.engine.step_timeout_s,
+            failpoints=self._failpoints(name),
+        )
         self.decode_workers[name] = worker
         worker.start()
+        self._tasks.spawn(worker.failed(), f"failure of {name}")
+
+    def _failpoints(self, name: str) -> Failpoints:
+        def crash(_: int) -> None:
+            self._vanish(name)
+            self._tasks.spawn(self.workers[name].close(), f"crash of {name}")
+
+        rng = random.Random(f"{self.config.seed} {name} failpoints")
+        return Failpoints(self.config.failpoints.get(name), rng, crash)
+
+    def _broke_down(self, error: BaseException) -> None:
+        """No fault that is injected breaks a worker's engine: it is the code's own."""
+        self._failure = self._failure or error
 
     def _make(self, name: str, role: Role) -> tuple[WorkerInfo, BlockPool, DeviceMemory, SimDevice]:
         config = self.config
-        self.hosts[name] = Host(name, config.latency_s)
+        self._epochs[name] = self._epochs.get(name, 0) + 1
+        rng = random.Random(f"{config.seed} {name} {self._epochs[name]}")
+        self.hosts[name] = Host(name, config.latency_s, config.jitter_s, rng)
         layout = KVLayout("sim", config.num_layers, 8, 128, config.block_size, "bfloat16")
         model = ModelInfo("sim", "sim", config.vocab_size, config.max_model_len, (0, 1))
         memory = DeviceMemory(layout, config.num_blocks)
@@ -259,7 +318,7 @@ class SimCluster:
         info = WorkerInfo(
             worker_id=name,
             role=role,
-            epoch=1,
+            epoch=self._epochs[name],
             host="sim",
             host_id="sim",
             pids=(),
@@ -270,9 +329,9 @@ class SimCluster:
             max_sequence_tokens=min(config.max_model_len, config.num_blocks * config.block_size),
             hash_unit_tokens=HASH_UNIT_TOKENS,
         )
-        return info, pool, memory, _LoggedDevice(name, self.log, memory, config.cost, config.vocab_size)
+        device = self.devices[name] = _LoggedDevice(name, self.log, memory, config.cost, config.vocab_size)
+        return info, pool, memory, device
 
     def _link(self, source: str, target: str) -> Link:
-        link = Link(self.config.link_bytes_per_s, self.config.latency_s)
-        self.links[source, target] = link
-        return link
+        """The link is there before and after the workers at its ends."""
+        return self.links.setdefault((source, target), Link(self.config.link_bytes_per_s, self.config.latency_s))

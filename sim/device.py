@@ -94,20 +94,29 @@ class DeviceMemory:
 
 
 class SimDevice:
-    """An `engine.plan.Executor` on modelled time."""
+    """An `engine.plan.Executor` on modelled time. Between `stall` and `resume` no step ends."""
 
     def __init__(self, memory: DeviceMemory, cost: CostModel, vocab_size: int) -> None:
+        self._running = asyncio.Event()
+        self._running.set()
         self._memory = memory
         self._cost = cost
         self._vocab_size = vocab_size
 
     async def execute(self, plan: StepPlan, on_layer: LayerHook | None = None) -> StepOutput:
         await asyncio.sleep(self._cost.step_s(plan))
+        await self._running.wait()
         output = self.compute(plan)
         if on_layer is not None:
             for layer in range(self._memory.layout.num_layers):
                 on_layer(plan, layer)
         return output
+
+    def stall(self) -> None:
+        self._running.clear()
+
+    def resume(self) -> None:
+        self._running.set()
 
     def compute(self, plan: StepPlan) -> StepOutput:
         """The step's effect, without its time."""

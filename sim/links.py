@@ -1,14 +1,15 @@
 """Modelled links: the sending and receiving side of a handoff without bytes.
 
-A link carries ``bytes_per_s`` and is used in the order of asking; a piece arrives when the link has
-carried it, plus ``latency_s``. What arrives is the state in `sim.device`'s memory, so a piece that is
-pushed before it is complete arrives as it was, and shows.
+A link carries ``bytes_per_s``, one piece after the other in the order of asking; a piece arrives when the
+link has carried it, plus ``latency_s``. What arrives is the state in `sim.device`'s memory, so a piece that
+is pushed before it is complete arrives as it was, and shows.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError, LayoutMismatchError, TicketError, WorkerLostError
@@ -18,19 +19,49 @@ from prefill_worker.ports import KVPush
 from sim.device import DeviceMemory
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class Parcel:
+    """Something that a link carries; ``arrive`` is called at the other end, unless it was given up."""
+
+    num_bytes: int
+    arrive: Callable[[], None]
+    given_up: bool = False
+
+
 class Link:
-    """One direction between two hosts. ``up`` False: nothing arrives any more."""
+    """One direction between two hosts. Its speed may change at any time, also to nothing and back: what is
+    on the way while ``up`` is False is lost."""
 
-    bytes_per_s: float = 50e9
-    latency_s: float = 50e-6
-    up: bool = True
-    free_at: float = 0.0
+    def __init__(self, bytes_per_s: float = 50e9, latency_s: float = 50e-6) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.latency_s = latency_s
+        self.up = True
+        self._waiting: deque[Parcel] = deque()
+        self._busy = False
 
-    def carry(self, num_bytes: int, now: float) -> float:
-        """When ``num_bytes`` handed over now will have arrived."""
-        self.free_at = max(self.free_at, now) + num_bytes / self.bytes_per_s
-        return self.free_at + self.latency_s
+    def send(self, num_bytes: int, arrive: Callable[[], None]) -> Parcel:
+        parcel = Parcel(num_bytes, arrive)
+        self._waiting.append(parcel)
+        if not self._busy:
+            self._carry_next()
+        return parcel
+
+    def _carry_next(self) -> None:
+        """Takes the next parcel that is still wanted; carrying it takes the time of its bytes."""
+        while self._waiting and self._waiting[0].given_up:
+            self._waiting.popleft()
+        self._busy = bool(self._waiting)
+        if self._busy:
+            parcel = self._waiting.popleft()
+            asyncio.get_running_loop().call_later(parcel.num_bytes / self.bytes_per_s, self._carried, parcel)
+
+    def _carried(self, parcel: Parcel) -> None:
+        asyncio.get_running_loop().call_later(self.latency_s, self._arrived, parcel)
+        self._carry_next()
+
+    def _arrived(self, parcel: Parcel) -> None:
+        if not parcel.given_up:
+            parcel.arrive()
 
 
 @dataclass(slots=True)
@@ -64,6 +95,9 @@ class SimReceiver:
         self.alive = False
         self._expected.clear()
 
+    def lost(self) -> WorkerLostError:
+        return WorkerLostError(f"decode worker {self.worker_id} is gone")
+
     def arrive(
         self, ticket: Ticket, layer: int, first: int, count: int, source: DeviceMemory, blocks: Sequence[int]
     ) -> None:
@@ -82,7 +116,7 @@ class SimReceiver:
     def commit(self, commit: HandoffCommit) -> HandoffReceipt:
         expected = self._expected.get(commit.ticket_id)
         if not self.alive:
-            raise WorkerLostError(f"decode worker {self.worker_id} is gone")
+            raise self.lost()
         if expected is None:
             raise TicketError(f"ticket {commit.ticket_id} is not live on {self.worker_id}")
         wanted = len(expected.ticket.block_ids) * self.memory.layout.num_layers
@@ -110,36 +144,49 @@ class _SimPush:
         self._source = source
         self._link = link
         self._target = target
-        self._arrived_at = 0.0
-        self._timers: list[asyncio.TimerHandle] = []
+        self._parcels: dict[int, Parcel] = {}
+        self._next_parcel = 0
+        self._all_arrived = asyncio.Event()
+        self._all_arrived.set()
         self._over = False
 
     def push(self, layer: int, first: int, count: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._arrived_at = self._link.carry(count * self._source.layout.block_layer_bytes, loop.time())
-        self._timers.append(loop.call_at(self._arrived_at, self._arrive, layer, first, count))
+        number = self._next_parcel
+        self._next_parcel += 1
+        self._all_arrived.clear()
+        self._parcels[number] = self._link.send(
+            count * self._source.layout.block_layer_bytes, lambda: self._arrive(number, layer, first, count)
+        )
 
     async def commit(self, commit: HandoffCommit) -> HandoffReceipt:
-        loop = asyncio.get_running_loop()
-        await asyncio.sleep(max(0.0, self._arrived_at - loop.time()) + self._link.latency_s)
+        await self._all_arrived.wait()
+        await asyncio.sleep(self._link.latency_s)
         if not self._link.up:
             await asyncio.sleep(self._ticket.lease_s)
             raise WorkerLostError(f"no answer from {self._target.worker_id}")
-        receipt = self._target.commit(commit)
+        try:
+            receipt = self._target.commit(commit)
+        except BatonError:
+            if not self._target.alive:
+                raise self._target.lost() from None
+            raise
         self._over = True
         await asyncio.sleep(self._link.latency_s)
         return receipt
 
     async def abort(self, reason: str) -> None:
-        for timer in self._timers:
-            timer.cancel()
+        for parcel in self._parcels.values():
+            parcel.given_up = True
         if not self._over and self._link.up:
             self._over = True
             asyncio.get_running_loop().call_later(
                 self._link.latency_s, self._target.fail, self._ticket.ticket_id, WorkerLostError(reason)
             )
 
-    def _arrive(self, layer: int, first: int, count: int) -> None:
+    def _arrive(self, number: int, layer: int, first: int, count: int) -> None:
+        del self._parcels[number]
+        if not self._parcels:
+            self._all_arrived.set()
         if self._link.up:
             self._target.arrive(self._ticket, layer, first, count, self._source, self._blocks)
 

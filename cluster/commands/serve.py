@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster.commands.output import write_progress
+from cluster.end_signals import INTERRUPTED, EndSignals
 from common.config import Config, load_config
 from common.errors import DeadlineError, WorkerLostError, from_wire
 
 if TYPE_CHECKING:
     from cluster.ray_session import RaySession
 
-INTERRUPTED = 130
 STOP_SLACK_S = 1.0
 
 FLAGS = {
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     from common.log import setup_logging
 
     config = load_config(arguments.config, overrides_of(arguments))
-    preflight.check_mode(config)
+    preflight.check_available(config)
     result = _take_stdout()
     setup_logging(config.log, "serve")
     signal.signal(signal.SIGTERM, _interrupt)
@@ -81,15 +81,11 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         preflight.check_ray_address(config.cluster.address)
     write_progress("starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}")
+    signals = EndSignals()
+    session = open_ray(config.cluster.address)
+    signals.kill = session.abandon
     try:
-        session = open_ray(config.cluster.address)
-    except SystemExit:  # Ray's own answer to SIGTERM, until `_stop_on_signals`
-        write_progress("interrupted before the cluster was up")
-        return INTERRUPTED
-    try:
-        served = asyncio.run(_serve(config, session, result))
-    except SystemExit:
-        return INTERRUPTED
+        served = asyncio.run(_serve(config, session, result, signals))
     finally:
         clean = session.close()
     if not clean:
@@ -98,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if served else INTERRUPTED
 
 
-async def _serve(config: Config, session: RaySession, result: TextIO) -> bool:
+async def _serve(config: Config, session: RaySession, result: TextIO, signals: EndSignals) -> bool:
     """Until a signal; True when the cluster was up by then. Raises what the cluster failed with."""
     from ray.exceptions import RayError
 
@@ -106,7 +102,10 @@ async def _serve(config: Config, session: RaySession, result: TextIO) -> bool:
     from cluster.ray_launcher import first_line
 
     stop, up = asyncio.Event(), asyncio.Event()
-    _stop_on_signals(stop, session)
+    loop = asyncio.get_running_loop()
+    signals.asked = lambda: loop.call_soon_threadsafe(stop.set)
+    if signals.received:
+        return False
     try:
         actor_class: Any = ControllerActor
         controller = actor_class.remote(config.model_dump(mode="json"), session.environment)
@@ -115,7 +114,6 @@ async def _serve(config: Config, session: RaySession, result: TextIO) -> bool:
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((work, follow, stopped), return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
-            write_progress("stopping; once more to kill")
             stopping = asyncio.ensure_future(_value(controller.stop.remote()))
             await asyncio.wait((work,), timeout=config.cluster.stop_timeout_s + STOP_SLACK_S)
             stopping.cancel()
@@ -148,18 +146,6 @@ async def _follow(controller: Any, result: TextIO, up: asyncio.Event) -> None:
                     result.write(f"ready {http_url} {grpc_url}\n")
                 result.flush()
                 up.set()
-
-
-def _stop_on_signals(stop: asyncio.Event, session: RaySession) -> None:
-    def stop_or_kill() -> None:
-        if stop.is_set():
-            session.abandon()
-            os._exit(INTERRUPTED)
-        stop.set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        loop.add_signal_handler(number, stop_or_kill)
 
 
 def _interrupt(number: int, frame: object) -> None:

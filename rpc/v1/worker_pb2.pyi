@@ -492,6 +492,7 @@ class Finish(_message.Message):
     QUEUE_S_FIELD_NUMBER: _builtins.int
     HANDOFF_S_FIELD_NUMBER: _builtins.int
     DECODE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_CONTEXT_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     preemptions: _builtins.int
     error_code: _builtins.str
@@ -501,6 +502,8 @@ class Finish(_message.Message):
     decode_s: _builtins.float
     @_builtins.property
     def context(self) -> Global___ContextTokens: ...
+    @_builtins.property
+    def prefill_context(self) -> Global___ContextTokens: ...
     def __init__(
         self,
         *,
@@ -512,10 +515,11 @@ class Finish(_message.Message):
         queue_s: _builtins.float = ...,
         handoff_s: _builtins.float = ...,
         decode_s: _builtins.float = ...,
+        prefill_context: Global___ContextTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "prefill_context", b"prefill_context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decode_s", b"decode_s", "error_code", b"error_code", "error_message", b"error_message", "handoff_s", b"handoff_s", "preemptions", b"preemptions", "queue_s", b"queue_s", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "decode_s", b"decode_s", "error_code", b"error_code", "error_message", b"error_message", "handoff_s", b"handoff_s", "preemptions", b"preemptions", "prefill_context", b"prefill_context", "queue_s", b"queue_s", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,11 +721,14 @@ class HandoffCommit(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     NUM_PIECES_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    CONTEXT_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     token: _builtins.int
     index: _builtins.int
     num_pieces: _builtins.int
     finish: Global___FinishReason.ValueType
+    @_builtins.property
+    def context(self) -> Global___ContextTokens: ...
     def __init__(
         self,
         *,
@@ -730,10 +737,11 @@ class HandoffCommit(_message.Message):
         index: _builtins.int = ...,
         num_pieces: _builtins.int = ...,
         finish: Global___FinishReason.ValueType = ...,
+        context: Global___ContextTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "num_pieces", b"num_pieces", "ticket_id", b"ticket_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "finish", b"finish", "index", b"index", "num_pieces", b"num_pieces", "ticket_id", b"ticket_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

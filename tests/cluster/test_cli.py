@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ def test_model_names_are_text_even_if_yaml_would_read_them_otherwise() -> None:
         (["serve", "--set", "prefil.workers=1"], "nearest known: 'prefill'"),
         (["serve", "--decode", "0"], "decode.workers >= 1, it is 0"),
         (["serve", "--port", "70000"], "router.port"),
+        (["serve", "--set", "transfer.transports=[nccl]"], "needs one of shm, grpc, it is [nccl]"),
         (["config", "check", "/nonexistent.yaml"], "cannot read config file /nonexistent.yaml"),
         (["models", "path", "/nonexistent/model"], "/nonexistent/model does not exist"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1/cluster"),
@@ -99,6 +102,27 @@ def test_a_taken_port_is_named() -> None:
         with pytest.raises(UnavailableError, match=rf"127.0.0.1 port {port} \(router.port\)"):
             preflight.check_ports(parse_config({"router": {"port": port}}))
     preflight.check_ports(parse_config({"router": {"port": 0}}))
+
+
+def test_a_host_of_another_machine_is_refused_whatever_the_port() -> None:
+    config = parse_config({"router": {"host": "192.0.2.77", "port": 0}})
+    with pytest.raises(UnavailableError, match=r"cannot listen on 192\.0\.2\.77 \(router\.host\)"):
+        preflight.check_ports(config)
+
+
+def test_a_transport_that_works_is_enough() -> None:
+    preflight.check_available(parse_config({"transfer": {"transports": ["nccl", "grpc"]}}))
+    preflight.check_available(parse_config({"mode": "colocated", "transfer": {"transports": ["nccl"]}}))
+
+
+def test_standard_output_is_for_the_result_alone() -> None:
+    words = (
+        "import os; from cluster.commands import serve; result = serve._take_stdout()",
+        "print('from here', flush=True); os.system('echo from a child'); result.write('the result\\n')",
+    )
+    done = subprocess.run([sys.executable, "-c", "; ".join(words)], capture_output=True, text=True, check=True)
+    assert done.stdout == "the result\n"
+    assert done.stderr.split("\n") == ["from here", "from a child", ""]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "here", "127.0.0.1:port"])

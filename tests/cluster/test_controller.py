@@ -18,7 +18,7 @@ PROMPTLY_S = 5.0
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RESTART_PAUSE_S", "PROBE_PAUSE_S"):
+    for name in ("RESTART_PAUSE_S", "PROBE_PAUSE_S", "PATIENCE_S"):
         monkeypatch.setattr(controller, name, 0.02)
 
 
@@ -29,7 +29,7 @@ class FakeProcess:
         self.endpoint: asyncio.Future[Endpoint] = loop.create_future()
         self.end: asyncio.Future[None] = loop.create_future()
         self.members: list[tuple[list[str], list[str]]] = []
-        self.ready_answers = [True]
+        self.unready_answers = [""]
         self.deaf = False
         self.obeys = True
 
@@ -55,8 +55,8 @@ class FakeProcess:
             raise WorkerLostError("deaf")
         self.members.append((list(prefill), list(decode)))
 
-    async def answers(self) -> bool:
-        return self.ready_answers.pop(0) if len(self.ready_answers) > 1 else self.ready_answers[0]
+    async def unready(self) -> str:
+        return self.unready_answers.pop(0) if len(self.unready_answers) > 1 else self.unready_answers[0]
 
     async def stop(self) -> None:
         self._log.append(f"stop {self.slot.id}")
@@ -127,14 +127,25 @@ async def test_says_ready_when_all_serve_and_the_routers_know_all() -> None:
 
 async def test_is_not_ready_before_a_prompt_passes_through() -> None:
     def prepare(process: FakeProcess) -> None:
-        process.ready_answers = [False, False, True]
+        process.unready_answers = ["no way", "no way", ""]
         process.serve()
 
     launcher = FakeLauncher(prepare)
     cluster = Cluster(launcher)
     await asyncio.wait_for(cluster.ready, PROMPTLY_S)
-    assert launcher.newest("router-0").ready_answers == [True]
+    assert launcher.newest("router-0").unready_answers == [""]
     await cluster.end()
+
+
+async def test_what_keeps_a_start_waiting_is_told_once_and_in_the_end() -> None:
+    def prepare(process: FakeProcess) -> None:
+        process.unready_answers = ["no common transport"]
+        process.serve()
+
+    cluster = Cluster(FakeLauncher(prepare), start_timeout_s=0.3)
+    with pytest.raises(DeadlineError, match=r"within 0\.3 s: no common transport"):
+        await asyncio.wait_for(cluster.work, PROMPTLY_S)
+    assert [text for text in cluster.progress if "ready" in text] == ["router-0 is not ready: no common transport"]
 
 
 async def test_stops_routers_before_workers_and_kills_only_after_asking() -> None:
@@ -156,7 +167,7 @@ async def test_kills_who_does_not_stop_in_time() -> None:
     assert "kill decode-0" in launcher.log
 
 
-async def test_start_fails_with_the_reason_of_the_one_that_failed() -> None:
+async def test_start_fails_with_the_reason_of_the_one_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     def prepare(process: FakeProcess) -> None:
         if process.slot.id == "prefill-1":
             process.fail(EngineError("no such weights"))
@@ -166,6 +177,7 @@ async def test_start_fails_with_the_reason_of_the_one_that_failed() -> None:
         await asyncio.wait_for(cluster.work, PROMPTLY_S)
     assert "kill decode-0" in cluster.launcher.log
     assert not cluster.ready.done()
+    assert caplog.records == []  # the reason is said once, by whoever called
 
 
 async def test_start_ends_at_its_deadline_and_names_who_is_missing() -> None:

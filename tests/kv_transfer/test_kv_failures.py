@@ -372,6 +372,20 @@ async def test_the_listener_refuses_the_commit(make_pair: Any, error: Any) -> No
     await assert_works(pair)
 
 
+async def test_a_listener_that_breaks_ends_one_handoff_only(make_pair: Any) -> None:
+    """An error that nobody expected, in the middle of a commit: neighbours on the channel go on."""
+    pair = await make_pair()
+    ticket, listener = pair.expect([1, 2])
+    other, other_listener = pair.expect([3, 4])
+    push, neighbour = await push_all(pair, ticket, [5, 6]), await push_all(pair, other, [7, 8])
+    listener.refuse = KeyError("a bug")
+    with pytest.raises(HandoffError, match="a bug"):
+        await push.commit(pair.commit(ticket))
+    await neighbour.commit(pair.commit(other))
+    assert len(other_listener.all("committed")) == 1
+    pair.assert_moved([7, 8], [3, 4])
+
+
 @pytest.mark.parametrize(
     "change",
     [

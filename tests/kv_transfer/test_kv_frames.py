@@ -35,7 +35,7 @@ frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(OpenAck, u32, st.booleans()),
     st.builds(Piece, u32, u64, u32, u32, u32, u64, st.integers(-1, 2**63 - 1), st.binary(max_size=99)),
     st.builds(PieceAck, u64),
-    st.builds(Commit, u32, u64, u64, u64, text),
+    st.builds(Commit, u32, u64, u64, u64, text, u32, u32, u32),
     st.builds(Receipt, u32, u64, u64),
     st.builds(Abort, u32, text),
     st.builds(Error, u32, text, text),

@@ -153,6 +153,20 @@ async def test_members_that_leave_finish_first() -> None:
         assert fleet.workers["d1"].seen
 
 
+@pytest.mark.parametrize("drained", [True, False])
+async def test_only_a_loss_that_nobody_asked_for_is_a_warning(drained: bool, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(decode=2) as (service, fleet):
+        gone = fleet.workers["d1"]
+        if drained:
+            gone.state = WorkerState.DRAINING
+            gone.report()
+            await until(lambda: service.registry.worker("d1").state is WorkerState.DRAINING)
+        gone.kill()
+        await until(lambda: service.registry.worker("d1").state is WorkerState.DEAD)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ([] if drained else ["lost worker d1: the connection to d1 broke"])
+
+
 async def test_new_members_take_part() -> None:
     async with serving(prefill=0, decode=0) as (service, fleet):
         with pytest.raises(UnavailableError, match="no worker has connected"):

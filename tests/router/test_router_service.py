@@ -18,6 +18,7 @@ from common.errors import (
     UnavailableError,
 )
 from common.messages import FinishReason, Role
+from router.attempt_runner import CLOSE_TIMEOUT_S
 from router.fakes import fake_answer
 from tests.router.fleet import a_request, collect, serving, until
 
@@ -356,6 +357,29 @@ async def test_closing_ends_streams_with_a_reason() -> None:
             await answer
         with pytest.raises(UnavailableError, match="stopping"):
             await collect(service, a_request("next"))
+
+
+async def test_closing_tells_the_workers_before_it_lets_go_of_them(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (service, fleet):
+        answer = asyncio.ensure_future(collect(service, a_request(max_tokens=1000)))
+        await until(lambda: fleet.workers["d0"].steps > 2)
+        await service.close()
+        assert fleet.workers["d0"].cancelled == ["r#0"]
+        assert fleet.idle
+        assert [record for record in caplog.records if record.levelname != "INFO"] == []
+        with pytest.raises(UnavailableError, match="stopping"):
+            await answer
+
+
+async def test_closing_does_not_wait_for_a_worker_that_hangs() -> None:
+    async with serving() as (service, fleet):
+        answer = asyncio.ensure_future(collect(service, a_request(max_tokens=1000)))
+        await until(lambda: fleet.workers["d0"].steps > 2)
+        fleet.workers["d0"].hung = True
+        async with asyncio.timeout(CLOSE_TIMEOUT_S + 1.0):
+            await service.close()
+        with pytest.raises(UnavailableError, match="stopping"):
+            await answer
 
 
 async def test_closing_lets_short_ones_finish() -> None:

@@ -82,7 +82,8 @@ def test_prefill_events_survive_the_wire(event: messages.PrefillEvent) -> None:
 
 def test_names_on_the_wire_are_those_of_the_dataclass() -> None:
     """The round trips above would not notice two fields that are swapped both ways."""
-    finish = Finish(FinishReason.ERROR, ContextTokens(1, 2, 3), 4, "engine", "no", 0.5, 0.25, 0.125)
+    prefill = ContextTokens(9, 10, 11)
+    finish = Finish(FinishReason.ERROR, ContextTokens(1, 2, 3), 4, "engine", "no", 0.5, 0.25, 0.125, prefill)
     batch = conversion.TOKEN_BATCH.encode(TokenBatch((TokenDelta("r", 5, 6, (7, 8), finish),)))
     assert batch == pb.TokenBatch(
         deltas=[
@@ -100,6 +101,7 @@ def test_names_on_the_wire_are_those_of_the_dataclass() -> None:
                     queue_s=0.5,
                     handoff_s=0.25,
                     decode_s=0.125,
+                    prefill_context=pb.ContextTokens(cached=9, moved=10, computed=11),
                 ),
             )
         ]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from common.errors import DeadlineError, WorkerLostError
-from common.messages import WorkerEvent
+from common.messages import TokenBatch, WorkerEvent
 from rpc.clients import GrpcDecodeClient, GrpcPrefillClient, GrpcWorkerClient
 from rpc.connection import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from rpc.servers import WorkerServer
-from tests.rpc.scripted_worker import EVENT, FIRST, REQUEST, TICKET, Worker, forever, serving
+from tests.rpc.scripted_worker import BATCH, EVENT, FIRST, REQUEST, TICKET, Worker, forever, serving
 
 
 async def test_closing_a_stream_closes_the_services_generator(decode: GrpcDecodeClient, worker: Worker) -> None:
@@ -101,15 +101,26 @@ async def test_stopping_the_server_ends_its_streams(server: WorkerServer, worker
     await client.close()
 
 
-async def test_a_stream_that_the_worker_ends_is_not_silent(decode: GrpcDecodeClient, worker: Worker) -> None:
+async def test_a_token_stream_that_the_worker_ends_is_a_lost_worker(decode: GrpcDecodeClient, worker: Worker) -> None:
+    async def short(router_id: str) -> AsyncGenerator[TokenBatch, None]:
+        yield BATCH
+
+    worker.tokens = short  # type: ignore[method-assign]
+    batches = decode.tokens("router-1")
+    assert await anext(batches) == BATCH
+    with pytest.raises(WorkerLostError, match="ended the stream"):
+        await anext(batches)
+
+
+async def test_a_watcher_that_lags_is_cut_off_and_may_watch_anew(decode: GrpcDecodeClient, worker: Worker) -> None:
+    """A worker ends its events for a reader that is too slow. It is not lost by that, nor is what runs there."""
+
     async def short() -> AsyncGenerator[WorkerEvent, None]:
         yield EVENT
 
     worker.watch = short  # type: ignore[method-assign]
-    events = decode.watch()
-    assert await anext(events) == EVENT
-    with pytest.raises(WorkerLostError, match="ended the stream"):
-        await anext(events)
+    for _ in range(2):
+        assert [event async for event in decode.watch()] == [EVENT]
 
 
 async def test_closing_the_client_is_not_a_cancellation_of_its_users(server: WorkerServer, worker: Worker) -> None:
