@@ -125,7 +125,7 @@ class BlockPool:
         if node is not None and not self.prefix_cache.holds(node):
             node, first = None, 0
         holding.last_node, holding.published = self.prefix_cache.insert(
-            tokens[: full * self.block_size], root, holding.block_ids, node, first
+            tokens, root, holding.block_ids[:full], node, first
         )
 
     def release(self, owner: str) -> None:

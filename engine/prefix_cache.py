@@ -71,7 +71,7 @@ class PrefixCache:
     ) -> tuple[Node | None, int]:
         """Enters blocks ``first ..`` of a sequence below node ``after`` (the node of block ``first - 1``).
 
-        ``block_ids`` are the sequence's blocks; as many are entered as ``tokens`` fill completely. A
+        ``block_ids`` are the sequence's blocks that are complete; as many are entered as ``tokens`` fill. A
         prefix that is already cached keeps its node. Returns (node of the last block, number of
         blocks now covered); the number stays behind where a collision makes going on unsafe.
         """

@@ -172,6 +172,9 @@ class PrefillWorker:
             error = raised
         except asyncio.CancelledError:
             error = RequestCancelledError(f"{sequence.key} was cancelled")
+        except Exception as raised:  # the top of this request: its neighbours go on
+            log.exception("handoff %s broke down", sequence.key)
+            error = BatonError(f"internal error ({type(raised).__name__})")
         finally:
             # The push is over (`Handoff.run` sees to that), so only the engine may still use the blocks.
             self._scheduler.abort(sequence, error or RequestCancelledError("released"))

@@ -126,6 +126,7 @@ class Registry:
         for address, worker in list(self._workers.items()):
             if worker.leaving and not worker.attempts:
                 del self._workers[address], self._pools[worker.role][address]
+                self.index.drop(address)
                 self._links.pop(address).cancel()
 
     async def close(self) -> None:

@@ -89,8 +89,9 @@ class WorkerLink:
                 log.exception("the link to %s failed", self._worker.worker_id)
                 self._disconnected(WorkerLostError(f"internal error ({type(error).__name__})"))
             finally:
+                # It is no member any more. Its address may be one again: the index is not this link's business now.
                 if self._worker.alive:
-                    self._disconnected(WorkerLostError(f"{self._worker.worker_id} is no member any more"))
+                    self._worker.lost(WorkerLostError(f"{self._worker.worker_id} is no member any more"))
             failures = 0 if was_alive else failures + 1
             await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from common.errors import DeadlineError
+from common.hashing import prefix_hashes, root_hash
 from common.messages import FinishReason, FirstToken, Role, WorkerEvent, WorkerState
 from common.metrics import RouterMetrics
 from router.fakes import FakeFleet, FakeWorker, fake_answer
@@ -80,3 +81,30 @@ def test_the_last_token_in_the_moment_of_the_deadline_counts() -> None:
         assert [event async for event in live.answer.events()][-1].reason is FinishReason.LENGTH  # type: ignore[union-attr]
 
     run(main())
+
+
+async def test_a_member_that_leaves_and_comes_back_keeps_its_prefixes() -> None:
+    """The end of the old connection takes its time; it is not to end what the new one has learned."""
+    fleet = FakeFleet()
+    worker = fleet.add(FakeWorker("p0", Role.PREFILL))
+    hashes = prefix_hashes(range(64), root_hash("fake-weights", ""))
+    worker.cached.update(hashes)
+    registry = Registry(fleet, router_id="r", mode="split", suspect_after_s=5.0, on_news=lambda: None)
+    closed: list[object] = []
+    try:
+        registry.set_members(["p0"], [])
+        await until(lambda: registry.index.hits(hashes) == {"p0": 64})
+
+        async def close_slowly() -> None:
+            await asyncio.sleep(0.05)
+            closed.append(True)
+
+        registry.worker("p0").prefill_client.close = close_slowly  # type: ignore[method-assign]
+        registry.set_members([], [])
+        assert registry.index.hits(hashes) == {}
+        registry.set_members(["p0"], [])
+        await until(lambda: closed)
+        await until(lambda: registry.worker("p0").state is WorkerState.READY)
+        assert registry.index.hits(hashes) == {"p0": 64}
+    finally:
+        await registry.close()

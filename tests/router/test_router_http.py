@@ -219,6 +219,7 @@ async def test_errors_of_the_service() -> None:
             response = await client.post("/v1/chat/completions", json=chat(stream=stream))
             assert response.status_code == 500
             assert response.json()["error"]["message"] == "the engine broke"
+        await until(lambda: fleet.idle)
         fleet.workers["d0"].mute_after = 0
         large = {"model": "fake", "prompt": [1] * 60, "max_tokens": 4}
         hog = asyncio.ensure_future(client.post("/v1/completions", json=large))

@@ -250,6 +250,21 @@ async def test_health(server: WorkerServer) -> None:
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
+async def test_health_follows_the_state_of_the_worker(server: WorkerServer) -> None:
+    """A worker that hangs or drains is not serving; one that goes on is."""
+    state = {"ready": True}
+    following = asyncio.ensure_future(server.follow(lambda: state["ready"], 0.01))
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        for ready, status in ((False, "NOT_SERVING"), (True, "SERVING"), (False, "NOT_SERVING")):
+            state["ready"] = ready
+            async with asyncio.timeout(3):
+                async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
+                    if answer.status == health_pb2.HealthCheckResponse.ServingStatus.Value(status):
+                        break
+    following.cancel()
+
+
 # ── the secret ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from common.config import load_config
 from common.errors import BatonError, RequestCancelledError, TicketError, WorkerLostError
-from common.messages import GenerationRequest, TokenBatch, WorkerState
+from common.messages import GenerationRequest, Ticket, TokenBatch, WorkerState
 from decode_worker.worker import DecodeWorker
 from router.readiness import Readiness
 from router.service import RouterService
@@ -56,6 +56,27 @@ def test_a_second_token_stream_ends_what_was_asked_for_over_the_first() -> None:
         second.cancel()
         await asyncio.sleep(0.001)
         assert (await worker.ledger()).holders == ()
+
+    scenario(config(), story)
+
+
+def test_a_stream_that_nobody_reads_is_replaced_all_the_same() -> None:
+    """The first stream's writer is stuck in a dead connection: it cannot notice anything."""
+
+    async def story(cluster: SimCluster) -> None:
+        worker = cluster.decode_workers["decode-0"]
+        stuck = worker.tokens("r")
+        opening = asyncio.ensure_future(anext(stuck))
+        await asyncio.sleep(0)
+        await worker.reserve("r", request("a", 100, 1000))
+        await worker.cancel("a", 0)
+        assert len((await opening).deltas) == 1
+        await worker.reserve("r", request("b", 100, 1000))
+        second = asyncio.ensure_future(read(worker, "r", []))
+        await asyncio.sleep(0.001)
+        assert (await worker.ledger()).holders == ()
+        second.cancel()
+        await stuck.aclose()
 
     scenario(config(), story)
 
@@ -224,6 +245,33 @@ def test_a_prompt_without_room_waits_in_the_router_and_holds_nothing() -> None:
             record = cluster.service.records.find(outcome.request.request_id)
             assert record is not None
             assert len(record.attempts) == 1
+
+    scenario(settings, story)
+
+
+def test_a_fault_in_one_handoff_ends_that_request_and_no_more() -> None:
+    """An error that nobody expected is the request's; the worker serves on, and nobody tries it elsewhere."""
+    settings = config(prefill=2)
+
+    async def story(cluster: SimCluster) -> None:
+        for worker in cluster.prefill_workers.values():
+
+            async def broken(ticket: Ticket, block_ids: object, opened: Any = worker._sender.open) -> Any:
+                if ticket.request_id == "poison":
+                    raise KeyError("a bug")
+                return await opened(ticket, block_ids)
+
+            worker._sender.open = broken  # type: ignore[method-assign]
+        asking = [asyncio.ensure_future(cluster.ask(request(name, 100, 20))) for name in ("a", "poison", "b")]
+        a, poison, b = await asyncio.gather(*asking)
+        assert_right(a, settings)
+        assert_right(b, settings)
+        assert poison.error is not None
+        assert (poison.error.code, poison.tokens) == ("internal", [])
+        record = cluster.service.records.find("poison")
+        assert record is not None
+        assert len(record.attempts) == 1
+        assert all(worker.state is WorkerState.READY for worker in cluster.workers.values())
 
     scenario(settings, story)
 
