@@ -8,8 +8,8 @@ Life of the cluster:
 3. From then on a process that dies is started again in its slot, with its id, after a growing pause;
    whoever it is, the routers hear at once which workers are left and later where the new one is.
    A worker that ends by itself has drained and is not replaced.
-4. When `stop` is set, routers end first (they finish or end their streams), then workers; what has not
-   ended in time is killed.
+4. When `stop` is set, routers end first (they finish or end their streams), then workers; what does not
+   serve yet, or has not ended in time, is killed.
 
 It does not know how processes are made (`Launcher`), nor anything of requests.
 """
@@ -228,6 +228,9 @@ class Controller:
 
     async def _end(self, name: str, timeout_s: float) -> None:
         process = self._processes[name]
+        if name not in self._endpoints:  # it has nothing to finish, and while it loads it does not listen
+            process.kill()
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await process.stop()

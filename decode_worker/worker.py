@@ -141,7 +141,7 @@ class DecodeWorker:
         """Takes nothing new from now on; `drained` returns when what is here has ended."""
         self._life.drain()
         self._reporter.report()
-        self._life.left(len(self._attempts))
+        self._life.note_open(len(self._attempts))
 
     async def drained(self) -> None:
         await self._life.drained()
@@ -270,7 +270,7 @@ class DecodeWorker:
             prefill_context=attempt.prefill_context,
         )
         attempt.stream.put(sequence.request, index, tokens, finish)
-        self._life.left(len(self._attempts))
+        self._life.note_open(len(self._attempts))
         self._reporter.changed()
 
     # ── what the handoff tells ────────────────────────────────────────────────────────────────────
@@ -287,7 +287,8 @@ class DecodeWorker:
 
     def _handoff_ended(self, sequence: Sequence, error: BatonError) -> None:
         self._scheduler.abort(sequence, error)
-        self.metrics.handoffs_failed.inc()
+        if not isinstance(error, RequestCancelledError):
+            self.metrics.handoffs_failed.inc()
         self._finish(self._attempts[sequence.key], FinishReason.ERROR, error)
         self._engine.wake()
 
@@ -318,7 +319,7 @@ class DecodeWorker:
                 self._finish(attempt, FinishReason.ERROR, output.error)
                 continue
             self._emit(attempt, output)
-        self.metrics.generated_tokens.inc(len(outputs))
+            self.metrics.generated_tokens.inc()
         self._reporter.changed()
 
     def _emit(self, attempt: _Attempt, output: SequenceOutput) -> None:

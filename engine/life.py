@@ -52,13 +52,13 @@ class Life:
             raise DrainingError(f"worker {self._worker_id} is {state}")
 
     def drain(self) -> None:
-        """Nothing new from now on; `left` says how much there still is."""
+        """Nothing new from now on; `note_open` tells how much there still is."""
         if self._state is not WorkerState.DRAINING:
             self._state = WorkerState.DRAINING
             asyncio.get_running_loop().call_later(self._drain_timeout_s, self._drained.set)
 
-    def left(self, num_open: int) -> None:
-        """So many requests have not ended."""
+    def note_open(self, num_open: int) -> None:
+        """So many requests have not ended yet."""
         if self._state is WorkerState.DRAINING and not num_open:
             self._drained.set()
 

@@ -106,7 +106,7 @@ class PrefillWorker:
         """Takes nothing new from now on; `drained` returns when what is here has ended."""
         self._life.drain()
         self._reporter.report()
-        self._life.left(len(self._handoffs))
+        self._life.note_open(len(self._handoffs))
 
     async def drained(self) -> None:
         await self._life.drained()
@@ -217,7 +217,7 @@ class PrefillWorker:
         self._reporter.changed()
 
     def _changed(self) -> None:
-        self._life.left(len(self._handoffs))
+        self._life.note_open(len(self._handoffs))
         self._engine.wake()
         self._reporter.changed()
 

@@ -188,7 +188,7 @@ class AttemptRunner:
         """Tells D that the attempt is over, until it has heard or its connection is gone: then it ends all
         that this router asked for over it.
         """
-        connection = decode.connection
+        connection, pause_s = decode.connection, RETRY_S
         while decode.connection is connection and decode.alive:
             try:
                 async with asyncio.timeout(CANCEL_TIMEOUT_S):
@@ -196,7 +196,8 @@ class AttemptRunner:
                 return
             except (BatonError, TimeoutError) as error:
                 log.warning("could not cancel %s on %s: %s", attempt.key, decode.worker_id, error)
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, CANCEL_TIMEOUT_S)
 
 
 def _culprits(pair: Pair, attempt: Attempt, error: BatonError) -> tuple[str, ...]:

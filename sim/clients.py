@@ -28,10 +28,13 @@ from prefill_worker.worker import PrefillWorker
 
 T = TypeVar("T")
 
+KEEPALIVE_S = 5.0
+"""A worker that cannot be reached notices after this time that the reader of a stream has gone."""
+
 
 class Host:
     """Where a worker runs: alive or not. `kill` breaks every call that is under way, `break_streams` the
-    streams alone.
+    streams alone; between `cut` and `heal` nothing comes through, and nobody is told.
 
     ``jitter_s``: a call or an item takes up to this much longer than ``latency_s``.
     """
@@ -41,6 +44,8 @@ class Host:
         self.latency_s = latency_s
         self.jitter_s = jitter_s
         self.alive = True
+        self._reachable = asyncio.Event()
+        self._reachable.set()
         self._rng = rng or random.Random(address)
         self._streams: dict[int, Callable[[float], None]] = {}
         self._next_stream = 0
@@ -51,6 +56,13 @@ class Host:
     def kill(self) -> None:
         self.alive = False
         self.break_streams()
+
+    def cut(self) -> None:
+        self._reachable.clear()
+
+    def heal(self) -> None:
+        """What was sent meanwhile arrives now, unless its receiver has given up."""
+        self._reachable.set()
 
     def break_streams(self, noticed_after_s: float = 0.0) -> None:
         """Every open stream ends for its reader; the worker notices ``noticed_after_s`` later."""
@@ -64,9 +76,7 @@ class Host:
 
     async def stream(self, source: Callable[[], AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
         """``source``'s items, each ``latency_s`` later and in order; WorkerLostError when the host dies."""
-        await asyncio.sleep(self._delay_s())
-        if not self.alive:
-            raise self.lost()
+        await self._travel()
         items: asyncio.Queue[tuple[T | None, BaseException | None]] = asyncio.Queue()
         on_the_way: deque[tuple[T | None, BaseException | None]] = deque()
         loop = asyncio.get_running_loop()
@@ -104,6 +114,7 @@ class Host:
         try:
             while True:
                 item, error = await items.get()
+                await self._reachable.wait()
                 if error is not None:
                     raise error
                 if item is None:
@@ -111,18 +122,20 @@ class Host:
                 yield item
         finally:
             self._streams.pop(stream_id, None)
-            loop.call_later(closing_s, task.cancel)
+            loop.call_later(closing_s if self._reachable.is_set() else KEEPALIVE_S, task.cancel)
 
     async def _serve(self, method: Callable[[], Awaitable[T]]) -> T:
-        await asyncio.sleep(self._delay_s())
-        if not self.alive:
-            raise self.lost()
+        await self._travel()
         try:
             return await method()
         finally:
-            await asyncio.sleep(self._delay_s())
-            if not self.alive:
-                raise self.lost()
+            await self._travel()
+
+    async def _travel(self) -> None:
+        await asyncio.sleep(self._delay_s())
+        await self._reachable.wait()
+        if not self.alive:
+            raise self.lost()
 
     def _delay_s(self) -> float:
         return self.latency_s + (self._rng.random() * self.jitter_s if self.jitter_s else 0.0)

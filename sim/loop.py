@@ -10,6 +10,7 @@ The order of callbacks depends on nothing but the program: no I/O, no threads.
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -41,6 +42,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         selector = _NoIO()
         selector.loop = self
         super().__init__(selector)
+        self._set(0.0)
 
     def time(self) -> float:
         return self._now
@@ -52,7 +54,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             waiting = [task for task in asyncio.all_tasks(self) if not task.done()]
             names = ", ".join(sorted(task.get_name() for task in waiting)[:20])
             raise DeadlockError(f"at {self._now:.6f} s nothing is ready and no timer is set; waiting: {names}")
-        self._now = max(self._now, timers[0].when())
+        self._set(max(self._now, timers[0].when()))
+
+    def _set(self, now: float) -> None:
+        self._now = now
+        # asyncio fires timers early by up to this; here it makes "not before now" of it.
+        self._clock_resolution = math.ulp(now)
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         raise RuntimeError("no threads under the virtual clock: work that leaves the loop is a seam, run it inline")

@@ -80,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
         preflight.check_memory(config, _fetch_model(config))
     else:
         preflight.check_ray_address(config.cluster.address)
-    write_progress("starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}")
     signals = EndSignals()
+    write_progress("starting Ray" if config.cluster.address is None else f"joining Ray at {config.cluster.address}")
     session = open_ray(config.cluster.address)
     signals.kill = session.abandon
     try:
@@ -129,7 +129,9 @@ async def _serve(config: Config, session: RaySession, result: TextIO, signals: E
     except RayError as error:
         if not stop.is_set():
             raise WorkerLostError(f"the controller is gone: {first_line(error)}") from error
-        # The signal went to Ray's processes too (a service manager does that): then all is ending already.
+        # It died on the way out: what it did not end, the guardian does.
+    finally:
+        signals.asked = lambda: None  # the loop that it spoke to ends now
     return up.is_set()
 
 

@@ -190,11 +190,19 @@ async def test_start_ends_at_its_deadline_and_names_who_is_missing() -> None:
         await asyncio.wait_for(cluster.work, PROMPTLY_S)
 
 
-async def test_stop_while_starting_ends_without_an_error() -> None:
-    cluster = Cluster(FakeLauncher(lambda process: None))
-    await asyncio.sleep(0)
+async def test_stop_while_starting_asks_only_those_that_serve() -> None:
+    def prepare(process: FakeProcess) -> None:
+        process.obeys = False  # what loads does not listen
+        if process.slot.id == "decode-0":
+            process.obeys = True
+            process.serve()
+
+    cluster = Cluster(FakeLauncher(prepare), stop_timeout_s=600)
+    await cluster.until(lambda: bool(cluster.controller.members()[1]))
     await cluster.end()
-    assert "kill prefill-0" in cluster.launcher.log
+    log = cluster.launcher.log
+    assert [entry for entry in log if entry.startswith("stop")] == ["stop decode-0"]
+    assert {f"kill {slot_id}" for slot_id in cluster.launcher.started} <= set(log)
 
 
 async def test_a_dead_worker_leaves_the_routers_at_once_and_comes_back_in_its_slot() -> None:

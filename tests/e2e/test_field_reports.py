@@ -123,10 +123,12 @@ def test_r3_aborts_before_joining_the_batch_leave_nothing(narrow: Fleet) -> None
     started = time.monotonic()
     ask(narrow, stays)
     life_s = time.monotonic() - started
+    # When the others have gone it has the worker for itself.
+    stays = replace(stays, parameters=(*stays.parameters, ("timeout_s", 3 * life_s + MARGIN_S)))
     for number in range(10):
         visits = [
             Visit(prompt, rng.random() < 0.5, Leave(after_s=2 * life_s * rng.random()))
-            for prompt in prompts(30 + number, 4, 70)
+            for prompt in prompts(30 + number, 4, 70, max_tokens=150)
         ]
         place = rng.randrange(5)
         visits.insert(place, Visit(stays, streaming=place % 2 == 0))
@@ -197,6 +199,11 @@ def chat_of(running: Fleet, num_tokens: int, max_tokens: int) -> Chat:
     return Chat(text, max_tokens)
 
 
+def unlimited(prompt: Prompt | Chat) -> Prompt | Chat:
+    """The same without ``max_tokens``: the answer may take what the prompt leaves."""
+    return replace(prompt, parameters=(*prompt.parameters, ("max_tokens", None)))
+
+
 def text_of(running: Fleet, num_tokens: int, max_tokens: int) -> Prompt:
     return Prompt(random_text_ids(8, 2 * CONTEXT_LIMIT)[:num_tokens], max_tokens)
 
@@ -211,8 +218,8 @@ def test_r8_prompts_around_the_context_limit(
         reply = ask(wide, make(wide, length, max_tokens), streaming=streaming)
         assert (len(reply.token_ids), reply.finish_reason) == (max_tokens, "length")
         assert check_record(wide, reply)["tokens"]["prompt"] == length
-    unlimited = replace(make(wide, limit - 2, 1), parameters=(("temperature", 0.0), ("max_tokens", None)))
-    assert len(ask(wide, unlimited, streaming=streaming).token_ids) == 2
+    assert len(ask(wide, unlimited(make(wide, limit - 2, 1)), streaming=streaming).token_ids) == 2
+    check_refused(wide, unlimited(make(wide, limit, 1)), streaming, limit, limit)
     for length, max_tokens in ((limit - 1, 2), (limit, 1), (limit + 1, 1), (limit - 10, 11)):
         told = length if length >= limit else length + max_tokens
         check_refused(wide, make(wide, length, max_tokens), streaming, limit, told)

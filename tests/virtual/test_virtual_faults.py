@@ -227,6 +227,52 @@ def test_an_answer_that_overtakes_the_workers_word_is_no_loss() -> None:
     scenario(settings, story)
 
 
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+def test_a_cancel_at_any_moment_of_a_request(mode: str) -> None:
+    """From before the reservation to the first decode steps, a quarter of a millisecond apart: before, with and
+    after the commit too. Nothing stays, the next one is right."""
+    settings = config(mode=mode)
+
+    async def story(cluster: SimCluster) -> None:
+        for number in range(400):
+            asking = asyncio.ensure_future(cluster.ask(request(f"r{number}", 100, 50)))
+            await asyncio.sleep(number * 250e-6)
+            asking.cancel()
+            await asyncio.wait([asking])
+            if number % 20 == 0:
+                await asyncio.sleep(0.1)
+                assert [ledger.holders for ledger in await cluster.ledgers() if ledger.holders] == []
+        assert_right(await cluster.ask(request("after", 100, 50)), settings)
+        for worker in cluster.decode_workers.values():
+            assert worker.metrics.handoffs_failed._value.get() == 0
+
+    scenario(settings, story)
+
+
+def test_a_lease_that_ends_in_the_moment_of_the_commit() -> None:
+    """The first piece arrives as the lease ends, give or take: one side wins, and the answer is right."""
+    lease_s, block_layer_bytes = 0.5, 16 * 2 * 8 * 128 * 2
+    settings = config(f"transfer.lease_s={lease_s}", "router.max_attempts=50", decode=2)
+
+    async def story(cluster: SimCluster) -> None:
+        attempts = []
+        for number in range(120):
+            # The computing takes its part of the lease: a few milliseconds.
+            for link in cluster.links.values():
+                link.bytes_per_s = block_layer_bytes / (lease_s - number * 5e-5)
+            asking = asyncio.ensure_future(cluster.ask(request(f"r{number}", 10, 3)))
+            await asyncio.sleep(4.0)
+            for link in cluster.links.values():
+                link.bytes_per_s = settings.link_bytes_per_s
+            assert_right(await asking, settings)
+            record = cluster.service.records.find(f"r{number}")
+            assert record is not None
+            attempts.append(len(record.attempts))
+        assert min(attempts) == 1 < max(attempts)
+
+    scenario(settings, story)
+
+
 # ── the prefill worker ────────────────────────────────────────────────────────────────────────────
 
 

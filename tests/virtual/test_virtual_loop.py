@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 
 import pytest
@@ -50,6 +51,29 @@ def test_a_timer_beyond_the_horizon_counts_as_none() -> None:
 
     with pytest.raises(DeadlockError, match="no timer"):
         run(main(), horizon_s=100.0)
+
+
+def test_no_timer_fires_early() -> None:
+    """Not by a rounding error: who finds that it is not yet time would sleep again, and again, for ever."""
+
+    async def until(due: float) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            if loop.time() >= due:
+                return
+            await asyncio.sleep(due - loop.time())
+        raise AssertionError(f"still {due - loop.time()} s to go")
+
+    async def main() -> None:
+        # Timers that lie a few representable numbers apart, so that each is due just after another one.
+        due = 3.0
+        waiting = []
+        for _ in range(50):
+            waiting.append(until(due))
+            due = math.nextafter(due, math.inf)
+        await asyncio.gather(*waiting)
+
+    run(main())
 
 
 def test_timeouts_work() -> None:
