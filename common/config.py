@@ -109,9 +109,11 @@ class WorkerConfig(_Section):
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     report_interval_s: float = Field(0.1, gt=0, description="load reports to routers while busy")
-    heartbeat_s: float = Field(1.0, gt=0, description="load reports while idle")
+    heartbeat_s: float = Field(
+        1.0, gt=0, description="load reports while idle; more often where `suspect_after_s` asks for it"
+    )
     suspect_after_s: float = Field(5.0, gt=0, description="silence after which a worker gets no new work")
-    drain_timeout_s: float = Field(30.0, gt=0)
+    drain_timeout_s: float = Field(30.0, gt=0, description="what has not ended by then goes on at other workers")
 
 
 class ClusterConfig(_Section):

@@ -17,7 +17,8 @@
     ├── HandoffError             500  KV could not be passed on
     │   ├── TicketError               unknown, expired or foreign ticket
     │   ├── LayoutMismatchError       the two KV layouts differ; both are in the text
-    │   └── IntegrityError            bytes arrived, but not the ones that were sent
+    │   ├── IntegrityError            bytes arrived, but not the ones that were sent
+    │   └── PeerLostError        503  one worker's word on the other: dead, or not to be reached from there
     └── EngineError              500  the model could not be run
         └── NonFiniteLogitsError      its output is not a number
 
@@ -118,6 +119,14 @@ class IntegrityError(HandoffError):
     code = "integrity"
 
 
+class PeerLostError(HandoffError):
+    """A worker lost the other end of a handoff. To its router a plain WorkerLostError would say that it
+    is lost itself.
+    """
+
+    code = "peer_lost"
+
+
 class EngineError(BatonError):
     code = "engine"
 
@@ -151,6 +160,7 @@ GRPC_STATUS: dict[str, str] = {
     "ticket": "FAILED_PRECONDITION",
     "layout_mismatch": "FAILED_PRECONDITION",
     "integrity": "DATA_LOSS",
+    "peer_lost": "UNAVAILABLE",
     "engine": "INTERNAL",
     "nonfinite_logits": "INTERNAL",
 }
@@ -175,6 +185,7 @@ HTTP_STATUS: dict[str, tuple[int, str]] = {
     "ticket": (500, "server_error"),
     "layout_mismatch": (500, "server_error"),
     "integrity": (500, "server_error"),
+    "peer_lost": (503, "server_error"),
     "engine": (500, "server_error"),
     "nonfinite_logits": (500, "server_error"),
 }

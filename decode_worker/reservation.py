@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.errors import BatonError, HandoffError, TicketError
+from common.errors import BatonError, HandoffError, PeerLostError, TicketError, WorkerLostError
 from common.failpoints import Failpoints
 from common.lifecycle import Tasks
 from common.messages import HandoffCommit, Ticket, WorkerInfo
@@ -135,6 +135,8 @@ class Reservations:
     def failed(self, ticket_id: str, error: BatonError) -> None:
         reservation = self._live.get(ticket_id)
         if reservation is not None:
+            if isinstance(error, WorkerLostError):
+                error = PeerLostError(f"{self._info.worker_id} lost the prefill worker: {error.message}")
             self._forget(reservation, error)
 
     # ── leases and ends ───────────────────────────────────────────────────────────────────────────

@@ -37,7 +37,9 @@ class Reporter:
     """``load`` gives the present numbers, ``prefix_cache`` collects what changed in it."""
 
     def __init__(self, config: WorkerConfig, load: Callable[[], WorkerLoad], prefix_cache: PrefixCache | None) -> None:
-        self._config = config
+        self._report_interval_s = config.report_interval_s
+        # One report may be late without an idle worker being suspected.
+        self._heartbeat_s = min(config.heartbeat_s, config.suspect_after_s / 2)
         self._load = load
         self._prefix_cache = prefix_cache
         self._sequence = 0
@@ -53,12 +55,12 @@ class Reporter:
         """Reports until cancelled."""
         while True:
             try:
-                async with asyncio.timeout(self._config.heartbeat_s):
+                async with asyncio.timeout(self._heartbeat_s):
                     await self._changed.wait()
             except TimeoutError:
                 pass
             self.report()
-            await asyncio.sleep(self._config.report_interval_s)
+            await asyncio.sleep(self._report_interval_s)
 
     def report(self) -> None:
         """One event to all subscribers, now."""

@@ -13,7 +13,14 @@ from collections.abc import Sequence as Items
 from functools import partial
 
 from common.config import WorkerConfig
-from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
+from common.errors import (
+    BatonError,
+    DeadlineError,
+    InvalidRequestError,
+    PeerLostError,
+    RequestCancelledError,
+    WorkerLostError,
+)
 from common.failpoints import Failpoints
 from common.messages import (
     GenerationRequest,
@@ -168,6 +175,8 @@ class PrefillWorker:
             self.metrics.kv_bytes_sent.inc(receipt.num_bytes)
         except TimeoutError:
             error = DeadlineError(f"prefill of {sequence.key} exceeded its {sequence.request.timeout_s} s")
+        except WorkerLostError as lost:
+            error = PeerLostError(f"{self.info.worker_id} lost {handoff.ticket.worker_id}: {lost.message}")
         except BatonError as raised:
             error = raised
         except asyncio.CancelledError:

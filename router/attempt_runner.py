@@ -18,7 +18,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import BatonError, HandoffError, NoCapacityError, UnavailableError, WorkerLostError
+from common.errors import (
+    BatonError,
+    HandoffError,
+    NoCapacityError,
+    PeerLostError,
+    UnavailableError,
+    WorkerLostError,
+)
 from common.lifecycle import Tasks
 from common.messages import FirstToken, Ticket
 from router.attempt import Attempt
@@ -30,6 +37,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 0.25
 """A worker that refused for want of capacity is asked again after this time, without any news."""
+
+_SIGNS_OF_LOSS = (UnavailableError, PeerLostError)
+"""After these a worker may be gone without its link knowing yet."""
 
 RESERVE_TIMEOUT_S = 5.0
 CANCEL_TIMEOUT_S = 5.0
@@ -89,7 +99,8 @@ class AttemptRunner:
         except BatonError as error:
             culprits = _culprits(pair, attempt, error)
             for worker in (pair.prefill, pair.decode):
-                if worker is not None and worker.address in culprits and isinstance(error, UnavailableError):
+                # One that lives ends its pause with its next report.
+                if worker is not None and worker.address in culprits and isinstance(error, _SIGNS_OF_LOSS):
                     self._pause(worker)
             live.fail_attempt(error, culprits)
             raise

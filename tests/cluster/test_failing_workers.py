@@ -22,6 +22,8 @@ from router.gateway_process import GrpcClients
 from router.service import RouterService
 from tests.tiny_model import build_tiny_llama
 
+pytestmark = pytest.mark.e2e
+
 NUM_REQUESTS, NUM_TOKENS = 4, 24
 RUN = {"prefill": run_prefill_worker, "decode": run_decode_worker}
 
@@ -40,7 +42,7 @@ async def worker(role: str, name: str, model: Path, *overrides: str) -> AsyncIte
             f"model.name={model}",
             "engine.pool_bytes=4000000",
             "engine.threads=1",
-            "engine.step_timeout_s=0.5",
+            "engine.step_timeout_s=2",
             "transfer.lease_s=1",
             "worker.heartbeat_s=0.1",
             "cluster.stop_timeout_s=1",
@@ -69,7 +71,7 @@ async def cluster(model: Path, failing: dict[str, str]) -> AsyncIterator[RouterS
             addresses[role].append(entered)
         config = load_config().router
         service = RouterService(
-            config, GrpcClients(None), router_id="router-0", rng=random.Random(0), suspect_after_s=0.5
+            config, GrpcClients(None), router_id="router-0", rng=random.Random(0), suspect_after_s=3.0
         )
         stack.push_async_callback(service.close)
         service.registry.set_members(addresses["prefill"], addresses["decode"])
@@ -87,7 +89,7 @@ def prompt(number: int) -> tuple[int, ...]:
 async def ask(service: RouterService, number: int) -> list[int]:
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     tokens: list[int] = []
-    async for event in service.generate(GenerationRequest(f"r{number}", prompt(number), sampling, timeout_s=30.0)):
+    async for event in service.generate(GenerationRequest(f"r{number}", prompt(number), sampling, timeout_s=60.0)):
         if isinstance(event, NewTokens):
             tokens.extend(event.tokens)
     return tokens

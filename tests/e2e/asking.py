@@ -78,6 +78,7 @@ class Failure:
     code: str
     message: str
     after_s: float
+    request_id: str
 
 
 async def complete(client: httpx.AsyncClient, fleet: Fleet, prompt: Prompt | Chat) -> Reply:
@@ -109,13 +110,13 @@ async def outcome(
             return await _read_stream(response, started)
         answer = json.loads(await response.aread())
         if response.status_code != httpx.codes.OK:
-            return _failure(answer, started, response.status_code)
+            return _failure(answer, started, response)
         return _reply(answer)
 
 
-def _failure(answer: dict[str, Any], started: float, status: int) -> Failure:
-    error = answer["error"]
-    return Failure(status, error["code"], error["message"], time.monotonic() - started)
+def _failure(answer: dict[str, Any], started: float, response: httpx.Response) -> Failure:
+    error, after_s = answer["error"], time.monotonic() - started
+    return Failure(response.status_code, error["code"], error["message"], after_s, response.headers["x-request-id"])
 
 
 def _reply(answer: dict[str, Any]) -> Reply:
@@ -139,7 +140,7 @@ async def _read_stream(response: httpx.Response, started: float) -> Reply | Fail
             continue
         chunk = json.loads(data)
         if "error" in chunk:
-            return _failure(chunk, started, response.status_code)
+            return _failure(chunk, started, response)
         request_id = chunk["id"]
         for choice in chunk["choices"]:
             assert not finish_reason, f"a chunk after the last one: {chunk}"

@@ -101,9 +101,14 @@ def prompts(seed: int, count: int, length: int, max_tokens: int = 4) -> list[Pro
     return [Prompt(random_text_ids(1000 * seed + number, length), max_tokens) for number in range(count)]
 
 
+def uncached(prompt: Prompt, salt: str) -> Prompt:
+    """The same where no cached prefix helps."""
+    return replace(prompt, parameters=(*prompt.parameters, ("cache_salt", salt)))
+
+
 def alone(running: Fleet, prompt: Prompt) -> Reply:
     """The answer to expect: computed with no company and no cached prefix."""
-    return ask(running, replace(prompt, parameters=(*prompt.parameters, ("cache_salt", "alone"))))
+    return ask(running, uncached(prompt, "alone"))
 
 
 def first_token_s(running: Fleet, prompt: Prompt) -> float:
@@ -323,7 +328,10 @@ def test_r7_when_prefill_dies_under_load_requests_end_and_slots_are_free(pairs: 
     for end in failures:
         assert end.status in (200, 503), end  # 200: its stream had begun; the error is an event of it
         assert end.after_s < killed_s + PATIENCE_S + MARGIN_S, end
-        assert "prefill" in end.message, end
+        assert "no prefill worker is ready" in end.message, end
+        # Each death cost it one attempt at most.
+        tried = [attempt["prefill"] for attempt in pairs.record(end.request_id)["attempts"]]
+        assert len(tried) == len(set(tried)), tried
     assert all(len(end.token_ids) == 4 for end in ends if isinstance(end, Reply))
     pairs.quiet(MARGIN_S)
     (prompt,) = prompts(71, 1, 20)
@@ -339,15 +347,34 @@ def test_r7_when_prefill_dies_under_load_requests_end_and_slots_are_free(pairs: 
     assert ask(pairs, prompt).token_ids == alone(pairs, prompt).token_ids
 
 
+def test_r7_one_worker_of_each_role_dies_under_load_and_nobody_notices(pairs: Fleet) -> None:
+    """kill -9: what was there goes on with the others, no token twice, none missing."""
+    asked = prompts(72, 12, 40, max_tokens=8)
+    expected = [reply.token_ids for reply in ask_all(pairs, asked, concurrency=12)]
+    victims = [pairs.prefill[0], pairs.decode[0]]
+
+    def kill() -> None:
+        for victim in victims:
+            wait_for_work(pairs, [victim])
+            victim.kill()
+
+    visits = [Visit(uncached(prompt, "killed"), number % 2 == 0) for number, prompt in enumerate(asked)]
+    ends = outcomes(pairs, visits, kill)
+    assert [end.token_ids if isinstance(end, Reply) else end for end in ends] == expected
+    attempts = [check_record(pairs, end)["attempts"] for end in ends if isinstance(end, Reply)]
+    assert any(len(tried) > 1 for tried in attempts)
+    for tried in attempts:
+        assert sum(attempt["outcome"] != "length" for attempt in tried) <= len(victims), tried
+    pairs.quiet()
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_r11_one_stuck_worker_does_not_keep_others_from_answering(pairs: Fleet, role: str) -> None:
     """SIGSTOP under load: what was on the stuck worker goes on elsewhere, all that come get the right
     answer, and what it held is free when it comes back."""
     asked = prompts(110 if role == "prefill" else 111, 12, 40, max_tokens=8)
     expected = [reply.token_ids for reply in ask_all(pairs, asked, concurrency=12)]
-    salted = [
-        Visit(replace(p, parameters=(*p.parameters, ("cache_salt", "stuck"))), i % 2 == 0) for i, p in enumerate(asked)
-    ]
+    visits = [Visit(uncached(prompt, "stuck"), number % 2 == 0) for number, prompt in enumerate(asked)]
     stuck = pairs.process(f"{role}-1")
     attempts = pairs.metric("baton_attempts_total", reason="worker_lost")
 
@@ -362,7 +389,7 @@ def test_r11_one_stuck_worker_does_not_keep_others_from_answering(pairs: Fleet, 
         pairs.wait_for_state(stuck.name, "dead", LOST_S + MARGIN_S)
 
     started = time.monotonic()
-    ends = outcomes(pairs, salted, stop)
+    ends = outcomes(pairs, visits, stop)
     assert [end.token_ids if isinstance(end, Reply) else end for end in ends] == expected
     assert pairs.metric("baton_attempts_total", reason="worker_lost") > attempts
     pairs.quiet()

@@ -82,7 +82,9 @@ def test_a_step_that_fails_ends_its_sequences_and_no_others() -> None:
 
 
 def test_reports_are_bundled_and_start_with_a_snapshot() -> None:
-    config = load_config(None, ["worker.report_interval_s=1", "worker.heartbeat_s=60"]).worker
+    config = load_config(
+        None, ["worker.report_interval_s=1", "worker.heartbeat_s=60", "worker.suspect_after_s=200"]
+    ).worker
 
     async def main() -> None:
         cache = PrefixCache(16)
@@ -140,5 +142,23 @@ def test_a_watcher_that_lags_is_cut_off() -> None:
         received = [event async for event in watch]
         assert len(received) < 1000
         assert [event.sequence for event in received] == list(range(2, 2 + len(received)))
+
+    run(main())
+
+
+def test_an_idle_worker_speaks_before_it_is_suspected() -> None:
+    """Whatever the heartbeat is set to: silence has to mean something."""
+    config = load_config(None, ["worker.heartbeat_s=60", "worker.suspect_after_s=1"]).worker
+
+    async def main() -> None:
+        reporter = Reporter(config, WorkerLoad, None)
+        task = asyncio.ensure_future(reporter.run())
+        watch = reporter.watch()
+        for _ in range(20):
+            heard_at = asyncio.get_running_loop().time()
+            await anext(watch)
+            assert asyncio.get_running_loop().time() - heard_at < 0.9
+        task.cancel()
+        await watch.aclose()
 
     run(main())

@@ -20,7 +20,7 @@ from sim.device import expected_tokens
 from sim.loop import run
 from tests.virtual.scenario import assert_right, request
 
-CLEAN = frozenset({"unavailable", "worker_lost", "draining", "deadline_exceeded", "handoff", "ticket"})
+CLEAN = frozenset({"unavailable", "worker_lost", "peer_lost", "draining", "deadline_exceeded", "handoff", "ticket"})
 """What clients may hear when the cluster is broken; anything else is a fault of Baton's own."""
 
 REQUESTS, FAULTS, SPAN_S = 40, 8, 12.0
@@ -41,6 +41,7 @@ class Chaos:
                 "decode.chunk_tokens=32",
                 f"transfer.lease_s={LEASE_S}",
                 "worker.suspect_after_s=1",
+                "worker.heartbeat_s=0.3",
                 "worker.drain_timeout_s=3",
                 f"engine.step_timeout_s={STEP_TIMEOUT_S}",
             ],
@@ -243,8 +244,10 @@ def test_random_faults_break_no_law(seed: int) -> None:
         return chaos
 
     chaos = run(main(), horizon_s=1000.0)
-    # Not by serving nobody: most requests get through, whatever the faults.
-    assert sum(outcome.error is None for outcome in chaos.outcomes) > len(chaos.outcomes) / 3
+    # Not by serving nobody: where each worker has a colleague, most requests get through.
+    settings = chaos.settings
+    if settings.decode > 1 and (settings.prefill > 1 or settings.mode == "colocated"):
+        assert sum(outcome.error is None for outcome in chaos.outcomes) > len(chaos.outcomes) * 0.6
 
 
 def test_the_same_seed_gives_the_same_events_faults_and_all() -> None:

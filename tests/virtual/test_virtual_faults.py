@@ -587,6 +587,7 @@ def test_whatever_fails_at_whatever_stage_the_laws_hold(name: str, failpoint: st
         "transfer.lease_s=2",
         "engine.step_timeout_s=1",
         "worker.suspect_after_s=1",
+        "worker.heartbeat_s=0.3",
         prefill=2,
         decode=2,
         heartbeats=True,
