@@ -122,7 +122,7 @@ def planned_bytes(running: Fleet, replies: Sequence[Reply]) -> int:
     return sum(-(-tokens // BLOCK) * BLOCK_BYTES for tokens in received)
 
 
-def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk: int, pool_bytes: int) -> None:
+def check_same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk: int, pool_bytes: int) -> None:
     sets = [f"prefill.chunk_tokens={chunk}", f"engine.pool_bytes={pool_bytes}"]
     prompts = [Prompt(random_text_ids(i, n), max_tokens) for i, n in enumerate(lengths(count, longest, chunk))]
     with fleet(decode=1, mode="colocated", threads=2, sets=sets) as running:
@@ -148,7 +148,7 @@ def same_tokens(oracle: Oracle, count: int, longest: int, max_tokens: int, chunk
     check_equal("split with prefix hits", oracle, prompts, colocated, warm)
 
 
-def preempted(oracle: Oracle, count: int, max_tokens: int) -> None:
+def check_preempted(oracle: Oracle, count: int, max_tokens: int) -> None:
     """A pool that holds a fourth of what all need at the end."""
     prompts = [Prompt(random_text_ids(i, 20 + i), max_tokens) for i in range(count)]
     blocks = count * -(-(20 + count + max_tokens) // BLOCK) // 4
@@ -162,21 +162,21 @@ def preempted(oracle: Oracle, count: int, max_tokens: int) -> None:
 
 
 def test_same_tokens_on_a_few_prompts(oracle: Oracle) -> None:
-    same_tokens(oracle, count=14, longest=300, max_tokens=12, chunk=128, pool_bytes=800 << 20)
+    check_same_tokens(oracle, count=14, longest=300, max_tokens=12, chunk=128, pool_bytes=800 << 20)
 
 
 def test_same_tokens_with_preemption(oracle: Oracle) -> None:
-    preempted(oracle, count=8, max_tokens=60)
+    check_preempted(oracle, count=8, max_tokens=60)
 
 
 @pytest.mark.slow
 def test_same_tokens_on_64_prompts_of_up_to_3000_tokens(oracle: Oracle) -> None:
-    same_tokens(oracle, count=64, longest=3000, max_tokens=64, chunk=512, pool_bytes=5 << 30)
+    check_same_tokens(oracle, count=64, longest=3000, max_tokens=64, chunk=512, pool_bytes=5 << 30)
 
 
 @pytest.mark.slow
 def test_same_tokens_of_64_prompts_with_preemption(oracle: Oracle) -> None:
-    preempted(oracle, count=64, max_tokens=64)
+    check_preempted(oracle, count=64, max_tokens=64)
 
 
 def sampled(prompt: Prompt, seed: int) -> Prompt:
@@ -190,7 +190,7 @@ def sampled(prompt: Prompt, seed: int) -> Prompt:
     return replace(prompt, parameters=styles[seed % len(styles)])
 
 
-def bitwise(count: int, longest: int, max_tokens: int, chunk: int) -> None:
+def check_bitwise(count: int, longest: int, max_tokens: int, chunk: int) -> None:
     """No near ties here: every token is equal, greedy and sampled, whatever the neighbours and chunks."""
     sets = ["engine.batch_invariant=true", "engine.pool_bytes=3000000000"]
     prompts = [
@@ -207,9 +207,9 @@ def bitwise(count: int, longest: int, max_tokens: int, chunk: int) -> None:
 
 
 def test_batch_invariant_mode_is_bitwise_equal_with_sampling() -> None:
-    bitwise(count=14, longest=400, max_tokens=16, chunk=160)
+    check_bitwise(count=14, longest=400, max_tokens=16, chunk=160)
 
 
 @pytest.mark.slow
 def test_batch_invariant_mode_is_bitwise_equal_on_64_prompts() -> None:
-    bitwise(count=64, longest=1500, max_tokens=32, chunk=256)
+    check_bitwise(count=64, longest=1500, max_tokens=32, chunk=256)
