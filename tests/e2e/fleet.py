@@ -162,19 +162,21 @@ class Fleet:
         """Process → how many descriptors it has open."""
         return {process.name: psutil.Process(process.popen.pid).num_fds() for process in self.processes}
 
-    def restart(self, process: Process) -> None:
-        """A process that died starts again, a worker on its old port; returns when it serves again."""
-        port = process.place.rsplit(":", 1)[1]
-        sets = [*process.sets] if process is self.router else [*process.sets, f"worker.port={port}"]
-        fresh = _start(process.role, process.name, sets, process.log.parent)
-        process.popen.stdout.close()  # type: ignore[union-attr]
-        process.popen = fresh.popen
-        process.wait_ready()
-        if process is self.router:
-            self.url = process.place.split(" ")[0]
-            self.wait_ready()
-        else:
-            self.wait_for_state(process.name, "ready")
+    def restart(self, *processes: Process) -> None:
+        """Processes that died start again, workers on their old ports; returns when all serve again."""
+        for process in processes:
+            port = process.place.rsplit(":", 1)[1]
+            sets = [*process.sets] if process is self.router else [*process.sets, f"worker.port={port}"]
+            fresh = _start(process.role, process.name, sets, process.log.parent)
+            process.popen.stdout.close()  # type: ignore[union-attr]
+            process.popen = fresh.popen
+        for process in processes:
+            process.wait_ready()
+            if process is self.router:
+                self.url = process.place.split(" ")[0]
+                self.wait_ready()
+            else:
+                self.wait_for_state(process.name, "ready")
 
     def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:
         """The ledger of all living workers, once no request is open and nobody holds a block (law 3).
@@ -252,7 +254,7 @@ def fleet(
                     assert process.stop() == 0, process.log.read_text()[-3000:]
         except BaseException:
             for process in running.processes:
-                print(f"── {process.name} ──\n{process.log.read_text()[-3000:]}")  # noqa: T201
+                print(f"── {process.name}, exit status {process.popen.poll()} ──\n{process.log.read_text()[-3000:]}")  # noqa: T201
             raise
         finally:
             running.client.close()

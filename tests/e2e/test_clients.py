@@ -45,7 +45,7 @@ def visits(count: int, seed: int) -> list[Visit]:
 
 
 def _visit(rng: random.Random, number: int) -> Visit:
-    max_tokens = rng.randint(1, 16)
+    max_tokens = _length(rng, 16)
     parameters = _parameters(rng, number)
     prompt: Prompt | Chat
     if number % 3 == 0:
@@ -167,11 +167,12 @@ def test_a_killed_router_leaves_nothing_on_the_workers(over_shm: Fleet) -> None:
     assert all(len(reply.token_ids) == 8 for reply in ask_all(over_shm, asked[:4], concurrency=4))
 
 
+@pytest.mark.slow
 def test_the_same_clients_over_grpc(answers: list[tuple[Visit, Reply | None]]) -> None:
     """The first of them again, on workers that have gRPC only: the same tokens, and the record says gRPC."""
     sets = ["engine.batch_invariant=true", "prefill.chunk_tokens=64", "transfer.transports=[grpc]"]
     with fleet(sets=sets) as over_grpc:
-        guests = visits(40, seed=20)
+        guests = visits(60, seed=20)
         replies = receive(over_grpc, guests, concurrency=CONCURRENCY)
         over_grpc.quiet()
         for (visit, before), guest, reply in zip(answers, guests, replies, strict=False):
