@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Version of the worker protocol; both sides of every handshake must agree on it."""
 
 
@@ -46,15 +46,31 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Added to one token's logit before anything else is done with it."""
+
+    token: int
+    bias: float
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the next token is chosen.
 
     Randomness is a pure function of (``seed``, ``child``, position): the same request gives the same
-    tokens wherever and in whatever company it runs.
+    tokens wherever and in whatever company it runs. ``child`` counts the answers to one prompt.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1.0 switch the filter off.
+    In this order: ``logit_bias``; penalties; ``temperature`` (0 is greedy, and the rest is moot); ``top_k``,
+    ``top_p``, ``min_p``, each on what the one before left (0, 1.0 and 0.0 switch them off).
+    ``repetition_penalty`` divides positive logits, and multiplies negative ones, of every token in prompt or
+    answer (Keskar et al. 2019, "CTRL"; 1.0: off). ``frequency_penalty`` times its count in the answer, and
+    ``presence_penalty`` once it is there, are taken off a token's logit (OpenAI's definition; 0.0: off).
+    ``min_p``: tokens less likely than that share of the likeliest one are left out.
+
     ``min_tokens``: end tokens are masked until that many tokens were generated.
     ``ignore_eos``: an end token may be sampled, and generation goes on.
+    ``num_logprobs``: with each token comes its log probability, and those of so many likeliest tokens;
+    None: neither.
     """
 
     max_tokens: int
@@ -66,6 +82,17 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[LogitBias, ...] = ()
+    num_logprobs: int | None = None
+
+    @property
+    def penalizes(self) -> bool:
+        """The choice hangs on the tokens before it, beyond what the model makes of them."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +163,35 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural logarithm of a token's probability."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """What the model itself thought of one token of the answer: under the distribution of its plain logits,
+    before bias, penalties, temperature and filters. ``top``: the likeliest tokens there, likeliest first
+    (of equally likely ones the smaller id); the chosen one need not be among them.
+    """
+
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """New tokens of one attempt: ``tokens[i]`` has index ``first_index + i``."""
+    """New tokens of one attempt: ``tokens[i]`` has index ``first_index + i``, and ``logprobs[i]`` where
+    they are wanted."""
 
     request_id: str
     attempt: int
     first_index: int
     tokens: tuple[int, ...]
     finish: Finish | None = None
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +286,7 @@ class HandoffCommit:
 
     ``num_pieces`` is how many (layer, block) pieces were sent; the receiver compares it with what
     arrived intact. ``finish`` is set when the first token already ends the answer. ``context``: where the
-    sender had the KV from, in case its own word to the router gets lost.
+    sender had the KV from, and ``logprobs``, in case its own word to the router gets lost.
     """
 
     ticket_id: str
@@ -247,6 +295,7 @@ class HandoffCommit:
     num_pieces: int
     finish: FinishReason | None = None
     context: ContextTokens = ContextTokens()
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +319,7 @@ class FirstToken:
     finish: FinishReason | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

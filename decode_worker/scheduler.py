@@ -17,7 +17,7 @@ Pure: it knows sequences, blocks and numbers; no tickets, no network.
 from __future__ import annotations
 
 from common.errors import BatonError, NoCapacityError, from_wire
-from common.messages import ContextTokens, ModelInfo
+from common.messages import ContextTokens, Logprobs, ModelInfo
 from engine.blocks import BlockPool, BlockState, Holding
 from engine.plan import SequenceStep, StepOutput, StepPlan
 from engine.sequence import Sequence, SequenceOutput, finish_reason
@@ -82,7 +82,7 @@ class DecodeScheduler:
             cached=sequence.num_computed, computed=sequence.num_context - sequence.num_computed
         )
 
-    def join(self, sequence: Sequence, token: int, now: float) -> SequenceOutput:
+    def join(self, sequence: Sequence, token: int, now: float, logprobs: Logprobs | None = None) -> SequenceOutput:
         """All KV of a reserved sequence has arrived, and its first token: it decodes from now on.
 
         The output tells whether that token already ended it (its blocks are back then).
@@ -91,14 +91,14 @@ class DecodeScheduler:
         index = sequence.num_generated
         sequence.num_computed = sequence.num_context
         self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
-        sequence.tokens.append(token)
+        sequence.append(token)
         sequence.started_at = sequence.first_token_at = now
         self._running[sequence.key] = sequence
         self._pool.set_state(sequence.key, BlockState.RUNNING)
         finish = finish_reason(sequence, self._model.eos_token_ids, self._model.max_model_len)
         if finish is not None:
             self._drop(sequence)
-        return SequenceOutput(sequence, index, token, finish)
+        return SequenceOutput(sequence, index, token, finish, logprobs=logprobs)
 
     def abort(self, sequence: Sequence, error: BatonError) -> bool:
         """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running
@@ -134,6 +134,7 @@ class DecodeScheduler:
                     tuple(sequence.block_ids),
                     sequence.request.sampling if count == remaining else None,
                     sequence.mask_end_tokens,
+                    sequence.sampling_state,
                 )
             )
         if not steps:
@@ -157,13 +158,13 @@ class DecodeScheduler:
             if result.token is None:
                 continue
             index = sequence.num_generated
-            sequence.tokens.append(result.token)
+            sequence.append(result.token)
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
             finish = finish_reason(sequence, self._model.eos_token_ids, self._model.max_model_len)
             if finish is not None:
                 self._drop(sequence)
-            outputs.append(SequenceOutput(sequence, index, result.token, finish))
+            outputs.append(SequenceOutput(sequence, index, result.token, finish, logprobs=result.logprobs))
         return outputs
 
     # ── blocks ────────────────────────────────────────────────────────────────────────────────────

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import RequestCancelledError, UnavailableError
-from common.messages import Finish, GenerationRequest, TokenBatch, TokenDelta
+from common.messages import Finish, GenerationRequest, Logprobs, TokenBatch, TokenDelta
 
 
 @dataclass(slots=True)
@@ -21,6 +21,7 @@ class _Pending:
     first_index: int
     tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
 
 
 class RouterStream:
@@ -33,9 +34,15 @@ class RouterStream:
         self._closed = False
 
     def put(
-        self, request: GenerationRequest, index: int, tokens: Sequence[int] = (), finish: Finish | None = None
+        self,
+        request: GenerationRequest,
+        index: int,
+        tokens: Sequence[int] = (),
+        finish: Finish | None = None,
+        logprobs: Logprobs | None = None,
     ) -> None:
-        """The next tokens of an attempt (the first of them has ``index``), its end, or both."""
+        """The next tokens of an attempt (the first of them has ``index``), its end, or both; ``logprobs`` are
+        those of a single token."""
         if self._closed:
             return
         key = (request.request_id, request.attempt)
@@ -44,6 +51,8 @@ class RouterStream:
             pending = self._pending[key] = _Pending(index)
         pending.tokens.extend(tokens)
         pending.finish = finish
+        if logprobs is not None:
+            pending.logprobs.append(logprobs)
         self._ready.set()
 
     def close(self) -> None:
@@ -58,7 +67,10 @@ class RouterStream:
             if self._pending:
                 pending, self._pending = self._pending, {}
                 yield TokenBatch(
-                    tuple(TokenDelta(*key, p.first_index, tuple(p.tokens), p.finish) for key, p in pending.items())
+                    tuple(
+                        TokenDelta(*key, p.first_index, tuple(p.tokens), p.finish, tuple(p.logprobs))
+                        for key, p in pending.items()
+                    )
                 )
             if self._closed and not self._pending:
                 return

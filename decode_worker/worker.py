@@ -25,6 +25,7 @@ from common.messages import (
     FinishReason,
     GenerationRequest,
     HandoffCommit,
+    Logprobs,
     Ticket,
     TokenBatch,
     WorkerEvent,
@@ -247,6 +248,7 @@ class DecodeWorker:
         *,
         index: int = 0,
         tokens: tuple[int, ...] = (),
+        logprobs: Logprobs | None = None,
     ) -> None:
         """The one way out: the router hears why, the books forget the attempt."""
         sequence = attempt.sequence
@@ -256,7 +258,7 @@ class DecodeWorker:
         if isinstance(error, RequestCancelledError):
             reason = FinishReason.CANCELLED
         elif error is not None:
-            log.warning("%s failed: %s", sequence.key, error)
+            log.warning("request failed: %s", error, extra=sequence.log_fields | {"error_code": error.code})
         now = asyncio.get_running_loop().time()
         joined = attempt.joined_at if attempt.joined_at is not None else now
         finish = Finish(
@@ -269,7 +271,7 @@ class DecodeWorker:
             decode_s=now - joined,
             prefill_context=attempt.prefill_context,
         )
-        attempt.stream.put(sequence.request, index, tokens, finish)
+        attempt.stream.put(sequence.request, index, tokens, finish, logprobs)
         self._life.note_open(len(self._attempts))
         self._reporter.changed()
 
@@ -281,7 +283,7 @@ class DecodeWorker:
         attempt.prefill_context = commit.context
         # The first token goes out here too: this stream is whole, even if the prefill worker's word to the
         # router is late or lost.
-        self._emit(attempt, self._scheduler.join(sequence, commit.token, attempt.joined_at))
+        self._emit(attempt, self._scheduler.join(sequence, commit.token, attempt.joined_at, commit.logprobs))
         self._engine.wake()
         self._reporter.changed()
 
@@ -326,9 +328,9 @@ class DecodeWorker:
         """One token to its router, with the end if it is the last one."""
         assert output.token is not None
         if output.finish is not None:
-            self._finish(attempt, output.finish, index=output.index, tokens=(output.token,))
+            self._finish(attempt, output.finish, index=output.index, tokens=(output.token,), logprobs=output.logprobs)
             return
-        attempt.stream.put(output.sequence.request, output.index, (output.token,))
+        attempt.stream.put(output.sequence.request, output.index, (output.token,), None, output.logprobs)
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler

@@ -87,7 +87,7 @@ class EngineLoop:
                     await self._before_step()
                 output = await self._executor.execute(plan, self._on_layer)
             except BatonError as error:
-                log.error("step %d failed: %s", plan.step_id, error)
+                log.error("step %d failed: %s", plan.step_id, error, extra={"error_code": error.code})
                 output = _failed(plan, error)
             finally:
                 self._step_started = None

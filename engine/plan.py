@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.messages import SamplingParams
+from common.messages import Logprobs, SamplingParams
+from engine.sampling_state import SamplingState
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class SequenceStep:
     are read from ``block_ids`` (pool blocks of the sequence, in order, enough for all tokens up to
     and including the new ones). ``sampling`` is set when the token after the last new one is wanted:
     its position is ``start + len(token_ids)``. ``mask_end_tokens``: end tokens may not be chosen.
+    ``sampling_state``: where ``sampling`` has penalties or biases.
     """
 
     sequence_id: str
@@ -32,6 +34,7 @@ class SequenceStep:
     block_ids: Sequence[int]
     sampling: SamplingParams | None = None
     mask_end_tokens: bool = False
+    sampling_state: SamplingState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +53,15 @@ class StepPlan:
 class StepResult:
     """What a step gave one sequence: the sampled token, or why there is none.
 
-    ``token`` is None when none was wanted. ``error_code``/``error_message``: this sequence failed
+    ``token`` is None when none was wanted; ``logprobs`` comes with it where they are wanted.
+    ``error_code``/``error_message``: this sequence failed
     (say, logits that are not finite); its neighbours did not.
     """
 
     token: int | None = None
     error_code: str = ""
     error_message: str = ""
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,7 +129,8 @@ class ModelRunner:
             step = plan.steps[place]
             if step.sampling is not None:
                 wanted.append(place)
-                rows.append(RowSampling(step.sampling, step.start + len(step.token_ids), step.mask_end_tokens))
+                position = step.start + len(step.token_ids)
+                rows.append(RowSampling(step.sampling, position, step.mask_end_tokens, step.sampling_state))
         for place, result in zip(wanted, self._sampler.sample(logits, rows), strict=True):
             results[place] = result
 

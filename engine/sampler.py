@@ -1,15 +1,17 @@
 """Chooses the next token of each row from its logits. Knows rows and parameters, not sequences.
 
 Every row is decided by its own logits, parameters and position alone, bit for bit. The stages are:
-mask (tokens that may not come), then for greedy rows the highest logit; for others a distribution
-(temperature, then filters, each a lowest logit to keep), then one draw from it by inverse CDF in
-vocabulary order, with a random number keyed by (seed, child, position).
+adjust (biases, penalties, tokens that may not come), then for greedy rows the highest logit; for others a
+distribution (temperature, then filters, each a lowest logit to keep), then one draw from it by inverse CDF
+in vocabulary order, with a random number keyed by (seed, child, position). Log probabilities are those of
+the logits as they came.
 
 Legend: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +19,10 @@ import numpy as np
 import torch
 
 from common.errors import NonFiniteLogitsError
-from common.messages import SamplingParams
+from common.messages import Logprobs, SamplingParams, TokenLogprob
 from engine.philox import uniforms
 from engine.plan import StepResult
+from engine.sampling_state import SamplingState
 
 _NUCLEUS_TOKENS = 1024
 """How many of the likeliest tokens are sorted first when looking for a nucleus; most fit."""
@@ -32,6 +35,7 @@ class RowSampling:
     params: SamplingParams
     position: int
     mask_end_tokens: bool = False
+    state: SamplingState | None = None
 
     @property
     def greedy(self) -> bool:
@@ -54,6 +58,9 @@ class Sampler:
         broken = ~(torch.isfinite(low) & torch.isfinite(high))
         if broken.any():
             logits = logits.masked_fill(broken[:, None], 0.0)
+        told = _Told.of(logits, rows)
+        _bias(logits, rows)
+        _penalize(logits, rows)
         self._mask(logits, rows)
         tokens = np.empty(len(rows), dtype=np.int64)
         greedy = [i for i, row in enumerate(rows) if row.greedy]
@@ -63,8 +70,9 @@ class Sampler:
         if drawn:
             wishes = [rows[i] for i in drawn]
             tokens[drawn] = _draw(_distribution(_select(logits, drawn), wishes), wishes)
+        logprobs = told.logprobs(tokens) if told is not None else {}
         return [
-            _nonfinite(rows[i]) if bad else StepResult(token=token)
+            _nonfinite(rows[i]) if bad else StepResult(token, logprobs=logprobs.get(i))
             for i, (token, bad) in enumerate(zip(tokens.tolist(), broken.tolist(), strict=True))
         ]
 
@@ -81,6 +89,76 @@ class Sampler:
             logits[where, which] = float("-inf")
 
 
+class _Told:
+    """The log probabilities of the rows that want them: taken before anything changes the logits, read
+    once the tokens are chosen."""
+
+    def __init__(self, logits: torch.Tensor, rows: list[int], wanted: list[int]) -> None:
+        self._rows = rows
+        self._logprobs = torch.log_softmax(logits[rows].double(), dim=-1)
+        self._top = _likeliest(self._logprobs, wanted)
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, rows: Sequence[RowSampling]) -> _Told | None:
+        wanted = {i: row.params.num_logprobs for i, row in enumerate(rows) if row.params.num_logprobs is not None}
+        return cls(logits, list(wanted), list(wanted.values())) if wanted else None
+
+    def logprobs(self, tokens: np.ndarray) -> dict[int, Logprobs]:
+        """Row → what is told of its token."""
+        chosen = torch.from_numpy(tokens[self._rows]).to(self._logprobs.device)
+        values = self._logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        return {row: Logprobs(value, top) for row, value, top in zip(self._rows, values, self._top, strict=True)}
+
+
+def _likeliest(logprobs: torch.Tensor, wanted: list[int]) -> list[tuple[TokenLogprob, ...]]:
+    """The ``wanted[i]`` likeliest tokens of each row of ``logprobs`` [R, V]; of equals the smaller ids."""
+    most = min(max(wanted), logprobs.shape[1])
+    if not most:
+        return [() for _ in wanted]
+    # `topk` may pick any of several that tie with the last one, so only its values are used.
+    least = logprobs.topk(most, dim=-1).values[:, -1:]
+    row_of, tokens = (index.cpu().numpy() for index in torch.nonzero(logprobs >= least, as_tuple=True))
+    values = logprobs[torch.from_numpy(row_of), torch.from_numpy(tokens)].cpu().numpy()
+    order = np.lexsort((tokens, -values, row_of))
+    tokens, values = tokens[order], values[order]
+    starts = np.searchsorted(row_of, np.arange(len(wanted)))
+    told = []
+    for start, count in zip(starts.tolist(), wanted, strict=True):
+        best = slice(start, start + count)
+        told.append(tuple(map(TokenLogprob, tokens[best].tolist(), values[best].tolist())))
+    return told
+
+
+def _bias(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
+    """Adds each row's biases, in place."""
+    biased = [(i, row.state) for i, row in enumerate(rows) if row.state is not None and len(row.state.bias_ids)]
+    if biased:
+        where = _tensor(np.repeat([i for i, _ in biased], [len(state.bias_ids) for _, state in biased]), logits)
+        which = _tensor(np.concatenate([state.bias_ids for _, state in biased]), logits)
+        logits[where, which] += _tensor(np.concatenate([state.bias_values for _, state in biased]), logits)
+
+
+def _penalize(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
+    """Penalties of tokens that were there before, in place: only those tokens' logits are touched."""
+    penalized = [(i, row.params, row.state) for i, row in enumerate(rows) if row.state and row.params.penalizes]
+    if not penalized:
+        return
+    sizes = [len(state.ids) for _, _, state in penalized]
+
+    def of_each(values: list[float]) -> torch.Tensor:
+        return _tensor(np.repeat(np.array(values, dtype=np.float32), sizes), logits)
+
+    where = _tensor(np.repeat([i for i, _, _ in penalized], sizes), logits)
+    which = _tensor(np.concatenate([state.ids for _, _, state in penalized]), logits)
+    counts = _tensor(np.concatenate([state.counts for _, _, state in penalized]), logits)
+    repetition = of_each([params.repetition_penalty for _, params, _ in penalized])
+    values = logits[where, which]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= of_each([params.frequency_penalty for _, params, _ in penalized]) * counts
+    values -= of_each([params.presence_penalty for _, params, _ in penalized]) * (counts > 0)
+    logits[where, which] = values
+
+
 def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """The given rows; the logits themselves, not a copy, when that is all of them."""
     if len(rows) == len(logits):
@@ -89,7 +167,7 @@ def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _distribution(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """Probabilities [R, V] in float64 after temperature, top-k and top-p, in that order.
+    """Probabilities [R, V] in float64 after temperature, top-k, top-p and min-p, in that order.
 
     Filters keep every token that ties with the last one kept: no choice hangs on the order of a sort.
     """
@@ -98,6 +176,7 @@ def _distribution(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Te
     scores /= _column([row.params.temperature for row in rows], scores)
     _keep_top_k(scores, [row.params.top_k for row in rows])
     _keep_top_p(scores, [row.params.top_p for row in rows])
+    _keep_min_p(scores, [row.params.min_p for row in rows])
     return torch.softmax(scores, dim=-1)
 
 
@@ -134,6 +213,14 @@ def _keep_top_p(scores: torch.Tensor, top_p: list[float]) -> None:
         width = size
 
 
+def _keep_min_p(scores: torch.Tensor, min_p: list[float]) -> None:
+    """Sets scores of less than p times the likeliest token's probability to -inf, in place. The likeliest
+    one has score 0, before and after all other filters."""
+    if any(min_p):
+        least = [math.log(p) if p > 0 else -math.inf for p in min_p]
+        scores.masked_fill_(scores < _column(least, scores), float("-inf"))
+
+
 def _draw(probabilities: torch.Tensor, rows: Sequence[RowSampling]) -> np.ndarray:
     """One token for each row of ``probabilities`` [R, V], by inverse CDF in vocabulary order."""
     numbers = uniforms(
@@ -147,6 +234,10 @@ def _draw(probabilities: torch.Tensor, rows: Sequence[RowSampling]) -> np.ndarra
     # Rounding may lift a target to the very end; the last token that can come is where the sum ends.
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
     return torch.minimum(tokens, last).squeeze(1).cpu().numpy()
+
+
+def _tensor(values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(values).to(like.device)
 
 
 def _column(values: Sequence[float], like: torch.Tensor) -> torch.Tensor:

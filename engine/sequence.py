@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from common.errors import BatonError
 from common.hashing import root_hash
-from common.messages import ContextTokens, FinishReason, GenerationRequest
+from common.messages import ContextTokens, FinishReason, GenerationRequest, Logprobs
+from engine.sampling_state import SamplingState
 
 
 class Sequence:
@@ -29,6 +30,7 @@ class Sequence:
         "preemptions",
         "request",
         "root",
+        "sampling_state",
         "started_at",
         "tokens",
     )
@@ -38,6 +40,7 @@ class Sequence:
         self.key = request.key
         self.tokens: list[int] = [*request.prompt, *request.generated]
         self.num_context = len(self.tokens)
+        self.sampling_state = SamplingState.of(request.sampling, request.prompt, request.generated)
         self.num_computed = 0
         self.block_ids: list[int] = []
         self.root = root_hash(model, request.cache_salt)
@@ -50,6 +53,12 @@ class Sequence:
         """Part of the step that is running: its blocks must not move."""
         self.error: BatonError | None = None
         """Why it is to be ended as soon as it is not in flight."""
+
+    def append(self, token: int) -> None:
+        """The next token of the answer."""
+        self.tokens.append(token)
+        if self.sampling_state is not None:
+            self.sampling_state.add(token)
 
     @property
     def num_remaining(self) -> int:
@@ -67,6 +76,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def log_fields(self) -> dict[str, object]:
+        """What a log line about it has to name."""
+        return {"request_id": self.request.request_id, "attempt": self.request.attempt}
+
+    @property
     def mask_end_tokens(self) -> bool:
         return self.num_generated < self.request.sampling.min_tokens
 
@@ -80,6 +94,7 @@ class SequenceOutput:
     token: int | None = None
     finish: FinishReason | None = None
     error: BatonError | None = None
+    logprobs: Logprobs | None = None
 
 
 def finish_reason(sequence: Sequence, eos_token_ids: tuple[int, ...], max_model_len: int) -> FinishReason | None:

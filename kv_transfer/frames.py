@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import xxhash
 
 from common.errors import HandoffError
-from common.messages import KVLayout
+from common.messages import KVLayout, Logprobs, TokenLogprob
 
-TRANSFER_VERSION = 1
+TRANSFER_VERSION = 2
 """Version of this protocol; `Open` carries it."""
 
 MAX_PAYLOAD_BYTES = 4 << 20
@@ -77,8 +77,8 @@ class PieceAck:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Sender: that was all. ``finish`` is empty unless the first token already ends the answer. The last
-    three say where the sender had the tokens' KV from."""
+    """Sender: that was all. ``finish`` is empty unless the first token already ends the answer. Three numbers
+    say where the sender had the tokens' KV from; ``logprobs`` are the first token's, where they are wanted."""
 
     stream: int
     token: int
@@ -88,6 +88,7 @@ class Commit:
     cached: int = 0
     pulled: int = 0
     computed: int = 0
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,8 @@ _OPEN_ACK = struct.Struct("<BIB")
 _PIECE = struct.Struct("<BIQIIIQq")
 _PIECE_ACK = struct.Struct("<BQ")
 _COMMIT = struct.Struct("<BIQQQIII")
+_LOGPROB = struct.Struct("<d")
+_TOKEN_LOGPROB = struct.Struct("<Id")
 _RECEIPT = struct.Struct("<BIQQ")
 _TEXTS = struct.Struct("<BI")
 _LENGTH = struct.Struct("<H")
@@ -169,7 +172,7 @@ def encode(frame: Frame) -> bytes:
             case Commit():
                 context = (frame.cached, frame.pulled, frame.computed)
                 header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces, *context)
-                return header + _pack_text(frame.finish)
+                return header + _pack_text(frame.finish) + _pack_bytes(_pack_logprobs(frame.logprobs))
             case Receipt():
                 return _RECEIPT.pack(kind, frame.stream, frame.num_pieces, frame.num_bytes)
             case Abort():
@@ -206,6 +209,21 @@ def _pack_bytes(value: bytes) -> bytes:
 
 def _pack_text(value: str) -> bytes:
     return _pack_bytes(value.encode())
+
+
+def _pack_logprobs(logprobs: Logprobs | None) -> bytes:
+    if logprobs is None:
+        return b""
+    top = (_TOKEN_LOGPROB.pack(entry.token, entry.logprob) for entry in logprobs.top)
+    return b"".join((_LOGPROB.pack(logprobs.logprob), *top))
+
+
+def _unpack_logprobs(data: bytes) -> Logprobs | None:
+    if not data:
+        return None
+    (logprob,) = _LOGPROB.unpack_from(data)
+    top = tuple(TokenLogprob(*entry) for entry in _TOKEN_LOGPROB.iter_unpack(data[_LOGPROB.size :]))
+    return Logprobs(logprob, top)
 
 
 def _shorten(text: str) -> str:
@@ -264,8 +282,10 @@ def _read_piece_ack(reader: _Reader) -> PieceAck:
 
 
 def _read_commit(reader: _Reader) -> Commit:
-    _, stream, token, index, num_pieces, *context = reader.fields(_COMMIT)
-    return Commit(stream, token, index, num_pieces, reader.text(), *context)
+    _, stream, token, index, num_pieces, cached, pulled, computed = reader.fields(_COMMIT)
+    finish = reader.text()
+    logprobs = _unpack_logprobs(reader.bytes())
+    return Commit(stream, token, index, num_pieces, finish, cached, pulled, computed, logprobs)
 
 
 def _read_receipt(reader: _Reader) -> Receipt:

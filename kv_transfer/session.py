@@ -119,7 +119,9 @@ class Push:
     async def commit(self, commit: HandoffCommit) -> HandoffReceipt:
         finish = commit.finish.value if commit.finish is not None else ""
         context = (commit.context.cached, commit.context.moved, commit.context.computed)
-        self._commit = Commit(self.stream, commit.token, commit.index, commit.num_pieces, finish, *context)
+        self._commit = Commit(
+            self.stream, commit.token, commit.index, commit.num_pieces, finish, *context, commit.logprobs
+        )
         if not self.is_over:
             self._line.schedule(self)
         await self._wait_for(self._over)
@@ -334,7 +336,9 @@ class Arrival:
         except ValueError as error:
             raise HandoffError(f"unknown finish reason {frame.finish!r} in a commit") from error
         context = ContextTokens(frame.cached, frame.pulled, frame.computed)
-        commit = HandoffCommit(self.ticket.ticket_id, frame.token, frame.index, frame.num_pieces, finish, context)
+        commit = HandoffCommit(
+            self.ticket.ticket_id, frame.token, frame.index, frame.num_pieces, finish, context, frame.logprobs
+        )
         self._committed, self._opening = True, None  # whatever the listener says: nothing may write now
         self._listener.committed(commit)
         return HandoffReceipt(self.ticket.ticket_id, expected, self._num_bytes)

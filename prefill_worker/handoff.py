@@ -105,6 +105,7 @@ class Handoff:
                     len(self._complete) * self._num_pieces,
                     output.finish,
                     self.sequence.context,
+                    output.logprobs,
                 )
             )
             request = self.sequence.request
@@ -141,6 +142,7 @@ class Handoff:
                 output.finish,
                 queue_s=sequence.started_at - sequence.arrival,
                 prefill_s=now - sequence.started_at,
+                logprobs=output.logprobs,
             )
         )
 

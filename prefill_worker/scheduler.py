@@ -77,6 +77,7 @@ class PrefillScheduler:
                     tuple(sequence.block_ids),
                     sequence.request.sampling if last else None,
                     sequence.mask_end_tokens,
+                    sequence.sampling_state,
                 )
             )
         if not steps:
@@ -100,13 +101,13 @@ class PrefillScheduler:
             if result.token is None:
                 continue
             index = sequence.num_generated
-            sequence.tokens.append(result.token)
+            sequence.append(result.token)
             sequence.first_token_at = now
             finish = finish_reason(sequence, self._model.eos_token_ids, self._model.max_model_len)
             del self._running[sequence.key]
             self._held[sequence.key] = sequence
             self._pool.set_state(sequence.key, BlockState.IN_TRANSFER)
-            outputs.append(SequenceOutput(sequence, index, result.token, finish))
+            outputs.append(SequenceOutput(sequence, index, result.token, finish, logprobs=result.logprobs))
         return outputs
 
     def abort(self, sequence: Sequence, error: BatonError) -> bool:

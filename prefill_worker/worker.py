@@ -182,7 +182,7 @@ class PrefillWorker:
         except asyncio.CancelledError:
             error = RequestCancelledError(f"{sequence.key} was cancelled")
         except Exception as raised:  # the top of this request: its neighbours go on
-            log.exception("handoff %s broke down", sequence.key)
+            log.exception("handoff broke down", extra=sequence.log_fields)
             error = BatonError(f"internal error ({type(raised).__name__})")
         finally:
             # The push is over (`Handoff.run` sees to that), so only the engine may still use the blocks.
@@ -191,7 +191,7 @@ class PrefillWorker:
             handoff.events.put_nowait(error)
             if error is not None and not isinstance(error, RequestCancelledError):
                 self.metrics.handoffs_failed.inc()
-                log.warning("handoff %s failed: %s", sequence.key, error)
+                log.warning("handoff failed: %s", error, extra=sequence.log_fields | {"error_code": error.code})
             self._changed()
 
     # ── what the engine tells ─────────────────────────────────────────────────────────────────────

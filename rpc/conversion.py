@@ -129,10 +129,13 @@ def _enum_numbers(enum_type: type[enum.Enum], descriptor: Any) -> dict[enum.Enum
 
 
 # A type comes after those it is made of.
+LOGIT_BIAS = _codec(messages.LogitBias, pb.LogitBias)
 SAMPLING_PARAMS = _codec(messages.SamplingParams, pb.SamplingParams)
 GENERATION_REQUEST = _codec(messages.GenerationRequest, pb.GenerationRequest)
 CONTEXT_TOKENS = _codec(messages.ContextTokens, pb.ContextTokens)
 FINISH = _codec(messages.Finish, pb.Finish)
+TOKEN_LOGPROB = _codec(messages.TokenLogprob, pb.TokenLogprob)
+LOGPROBS = _codec(messages.Logprobs, pb.Logprobs)
 TOKEN_DELTA = _codec(messages.TokenDelta, pb.TokenDelta)
 TOKEN_BATCH = _codec(messages.TokenBatch, pb.TokenBatch)
 KV_LAYOUT = _codec(messages.KVLayout, pb.KVLayout)

@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.messages import KVLayout, SamplingParams
+from common.messages import KVLayout, Logprobs, SamplingParams
 from engine.plan import LayerHook, SequenceStep, StepOutput, StepPlan, StepResult
 
 _MASK = (1 << 61) - 1
@@ -38,6 +38,23 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, vocab_size:
         tokens.append(token)
         state = _mix(state, token)
     return tokens
+
+
+def expected_logprobs(prompt: Sequence[int], tokens: Sequence[int]) -> list[Logprobs]:
+    """What is told of each of the answer's ``tokens``. No distribution stands behind it: like the token, it is a
+    function of all the tokens before, so that one that comes from elsewhere is found out."""
+    state = 0
+    for token in prompt:
+        state = _mix(state, token)
+    told = []
+    for token in tokens:
+        told.append(_logprobs(state))
+        state = _mix(state, token)
+    return told
+
+
+def _logprobs(state: int) -> Logprobs:
+    return Logprobs(-float(state % 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,4 +160,5 @@ class SimDevice:
             slots[blocks[position // size] * size + position % size] = state
         if step.sampling is None:
             return StepResult()
-        return StepResult(_choose(state, step.sampling, step.start + len(step.token_ids), self._vocab_size))
+        token = _choose(state, step.sampling, step.start + len(step.token_ids), self._vocab_size)
+        return StepResult(token, logprobs=_logprobs(state) if step.sampling.num_logprobs is not None else None)

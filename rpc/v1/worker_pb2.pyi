@@ -364,6 +364,28 @@ class KVFrame(_message.Message):
 Global___KVFrame: _TypeAlias = KVFrame  # noqa: Y015
 
 @_typing.final
+class LogitBias(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    BIAS_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    bias: _builtins.float
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        bias: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bias", b"bias", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitBias: _TypeAlias = LogitBias  # noqa: Y015
+
+@_typing.final
 class SamplingParams(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,6 +398,12 @@ class SamplingParams(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MIN_P_FIELD_NUMBER: _builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: _builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     temperature: _builtins.float
     top_k: _builtins.int
@@ -384,8 +412,15 @@ class SamplingParams(_message.Message):
     child: _builtins.int
     min_tokens: _builtins.int
     ignore_eos: _builtins.bool
+    min_p: _builtins.float
+    repetition_penalty: _builtins.float
+    presence_penalty: _builtins.float
+    frequency_penalty: _builtins.float
+    num_logprobs: _builtins.int
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logit_bias(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitBias]: ...
     def __init__(
         self,
         *,
@@ -398,12 +433,20 @@ class SamplingParams(_message.Message):
         min_tokens: _builtins.int = ...,
         ignore_eos: _builtins.bool = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        min_p: _builtins.float = ...,
+        repetition_penalty: _builtins.float = ...,
+        presence_penalty: _builtins.float = ...,
+        frequency_penalty: _builtins.float = ...,
+        logit_bias: _abc.Iterable[Global___LogitBias] | None = ...,
+        num_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["child", b"child", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "child", b"child", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_logprobs) -> _WhichOneofReturnType__num_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -526,6 +569,51 @@ class Finish(_message.Message):
 Global___Finish: _TypeAlias = Finish  # noqa: Y015
 
 @_typing.final
+class TokenLogprob(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    token: _builtins.int
+    logprob: _builtins.float
+    def __init__(
+        self,
+        *,
+        token: _builtins.int = ...,
+        logprob: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
+
+@_typing.final
+class Logprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    @_builtins.property
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]: ...
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top: _abc.Iterable[Global___TokenLogprob] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top", b"top"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Logprobs: _TypeAlias = Logprobs  # noqa: Y015
+
+@_typing.final
 class TokenDelta(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -534,6 +622,7 @@ class TokenDelta(_message.Message):
     FIRST_INDEX_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     first_index: _builtins.int
@@ -541,6 +630,8 @@ class TokenDelta(_message.Message):
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def finish(self) -> Global___Finish: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Logprobs]: ...
     def __init__(
         self,
         *,
@@ -549,10 +640,11 @@ class TokenDelta(_message.Message):
         first_index: _builtins.int = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
         finish: Global___Finish | None = ...,
+        logprobs: _abc.Iterable[Global___Logprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish", b"finish", "first_index", b"first_index", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "finish", b"finish", "first_index", b"first_index", "logprobs", b"logprobs", "request_id", b"request_id", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -722,6 +814,7 @@ class HandoffCommit(_message.Message):
     NUM_PIECES_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     CONTEXT_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.str
     token: _builtins.int
     index: _builtins.int
@@ -729,6 +822,8 @@ class HandoffCommit(_message.Message):
     finish: Global___FinishReason.ValueType
     @_builtins.property
     def context(self) -> Global___ContextTokens: ...
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs: ...
     def __init__(
         self,
         *,
@@ -738,10 +833,11 @@ class HandoffCommit(_message.Message):
         num_pieces: _builtins.int = ...,
         finish: Global___FinishReason.ValueType = ...,
         context: Global___ContextTokens | None = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "finish", b"finish", "index", b"index", "num_pieces", b"num_pieces", "ticket_id", b"ticket_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "num_pieces", b"num_pieces", "ticket_id", b"ticket_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -784,6 +880,7 @@ class FirstToken(_message.Message):
     FINISH_FIELD_NUMBER: _builtins.int
     QUEUE_S_FIELD_NUMBER: _builtins.int
     PREFILL_S_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     index: _builtins.int
@@ -793,6 +890,8 @@ class FirstToken(_message.Message):
     prefill_s: _builtins.float
     @_builtins.property
     def context(self) -> Global___ContextTokens: ...
+    @_builtins.property
+    def logprobs(self) -> Global___Logprobs: ...
     def __init__(
         self,
         *,
@@ -804,10 +903,11 @@ class FirstToken(_message.Message):
         finish: Global___FinishReason.ValueType = ...,
         queue_s: _builtins.float = ...,
         prefill_s: _builtins.float = ...,
+        logprobs: Global___Logprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["context", b"context", "logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "context", b"context", "finish", b"finish", "index", b"index", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "context", b"context", "finish", b"finish", "index", b"index", "logprobs", b"logprobs", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "request_id", b"request_id", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import HandoffError
-from common.messages import KVLayout
+from common.messages import KVLayout, Logprobs, TokenLogprob
 from kv_transfer.frames import (
     MAX_FRAME_BYTES,
     MAX_TEXT_BYTES,
@@ -30,12 +30,14 @@ text = st.text(max_size=40)
 layouts = st.builds(
     KVLayout, text, u32, u32, u32, u32, text, u32, u32, u32, u32, text, u32
 )  # in the order of its fields
+numbers = st.floats(allow_nan=False)
+logprobs = st.builds(Logprobs, numbers, st.lists(st.builds(TokenLogprob, u32, numbers), max_size=20).map(tuple))
 frames: st.SearchStrategy[Frame] = st.one_of(
     st.builds(Open, u32, u16, u32, st.binary(max_size=40), text, layouts),
     st.builds(OpenAck, u32, st.booleans()),
     st.builds(Piece, u32, u64, u32, u32, u32, u64, st.integers(-1, 2**63 - 1), st.binary(max_size=99)),
     st.builds(PieceAck, u64),
-    st.builds(Commit, u32, u64, u64, u64, text, u32, u32, u32),
+    st.builds(Commit, u32, u64, u64, u64, text, u32, u32, u32, st.none() | logprobs),
     st.builds(Receipt, u32, u64, u64),
     st.builds(Abort, u32, text),
     st.builds(Error, u32, text, text),
