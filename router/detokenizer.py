@@ -4,16 +4,23 @@ A token may hold half a character, and what a token adds to a text may depend on
 So the stream decodes its last few tokens together and gives out what can no longer change. The law:
 all that `push` and `flush` return, joined, is exactly the decoded whole, for any ids in any portions.
 
-The incremental decoder of `tokenizers` does not hold that law: it raises on malformed byte tokens, and
-cannot say at the end what it still holds.
+The whole is the answer's own tokens. A prompt given as ids may end inside a character; the answer then
+begins with the rest of it, which is no text by itself: U+FFFD, in the stream as in the whole. Whoever
+needs the bytes has them token by token (`router/token_text.py`).
+
+The incremental decoder of `tokenizers` (`DecodeStream`) does not hold that law. It cannot say at the end
+what it still holds; and of byte-fallback tokens it gives out a character that a malformed neighbour then
+takes back, so that its text differs from the whole, or it raises. A test keeps those examples: once it
+fails, that decoder can stand here instead.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Sequence
 
 import tokenizers
+
+from router.token_text import BYTE_TOKEN
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """How an incomplete UTF-8 sequence decodes: as one of these, at the very end of the text."""
@@ -21,16 +28,15 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 TAIL_TOKENS = 32
 """What stays of a context that does not get complete; far more than the four tokens that a character can take."""
 
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-"""A byte-fallback token. A run of them decodes as a whole or, if it is malformed, not at all."""
-
 
 class DetokenizerStream:
     """The text of one answer, piece by piece. Belongs to one answer; not for use from two threads at once."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, special_ids: Container[int], has_byte_tokens: bool) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, hidden_ids: Container[int] | None, has_byte_tokens: bool) -> None:
+        """``hidden_ids``: the special tokens, which are left out of the text; None: they show in it."""
         self._backend = backend
-        self._special_ids = special_ids
+        self._hides_special = hidden_ids is not None
+        self._hidden_ids: Container[int] = () if hidden_ids is None else hidden_ids
         self._has_byte_tokens = has_byte_tokens
         self._context: list[int] = []  # starts where the text was last complete
         self._settled = 0  # tokens of the context at whose end the text was last complete
@@ -43,7 +49,7 @@ class DetokenizerStream:
         self._context += visible
         if not visible or self._in_byte_run():
             return ""
-        text = self._backend.decode(self._context)
+        text = self._decode(self._context)
         complete = not text.endswith(UNFINISHED)
         piece = text[self._given :] if complete else text[self._given : -1]
         self._given += len(piece)
@@ -55,12 +61,15 @@ class DetokenizerStream:
 
     def flush(self) -> str:
         """What remains at the end of the answer: the part of a character that nobody completed."""
-        piece = self._backend.decode(self._context)[self._given :]
+        piece = self._decode(self._context)[self._given :]
         self._given += len(piece)
         return piece
 
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=self._hides_special)
+
     def _is_visible(self, token_id: int) -> bool:
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
+        return token_id not in self._hidden_ids and self._backend.id_to_token(token_id) is not None
 
     def _in_byte_run(self) -> bool:
         if not self._has_byte_tokens:
@@ -72,7 +81,7 @@ class DetokenizerStream:
         token of a text differently (they strip its space), so there must always be a left neighbour.
         """
         newest = self._context[self._settled :]
-        text = self._backend.decode(newest)
+        text = self._decode(newest)
         if text:
             self._context = newest
             self._given = len(text)
@@ -82,8 +91,8 @@ class DetokenizerStream:
         """Drops all but the last tokens of a long context whose ``text`` is still not complete (a model
         that babbles U+FFFD), if it can be cut there without changing the text.
         """
-        head = self._backend.decode(self._context[:-TAIL_TOKENS])
-        tail = self._backend.decode(self._context[-TAIL_TOKENS:])
+        head = self._decode(self._context[:-TAIL_TOKENS])
+        tail = self._decode(self._context[-TAIL_TOKENS:])
         if tail and head + tail == text:
             self._context = self._context[-TAIL_TOKENS:]
             self._given -= len(head)

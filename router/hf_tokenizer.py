@@ -1,8 +1,8 @@
 """The tokenizer of a Hugging Face model folder: tokenizer.json and the small files beside it.
 
 Which file wins when two say different things is as in transformers: ``chat_template.jinja`` over
-``tokenizer_config.json``, and that over ``special_tokens_map.json``; ``add_bos_token`` or
-``add_eos_token``, when given, over what tokenizer.json puts around a text.
+``tokenizer_config.json``, and that over ``special_tokens_map.json``; what tokenizer.json puts around a
+text over the configuration's ``add_bos_token`` and ``add_eos_token``, which mean nothing beside it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from common.errors import ConfigError
-from router.tokenizer_parts import NAMED_TOKENS, TokenizerParts, add_ends
+from router.tokenizer_parts import NAMED_TOKENS, TokenizerParts
 
 
 def load_hf_tokenizer(folder: Path) -> TokenizerParts:
@@ -28,10 +28,6 @@ def load_hf_tokenizer(folder: Path) -> TokenizerParts:
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in named.values() if token not in known]
     )
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        bos = named.get("bos_token") if config.get("add_bos_token") else None
-        eos = named.get("eos_token") if config.get("add_eos_token") else None
-        add_ends(backend, bos, eos)
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
     return TokenizerParts(backend, vocab_size, named, _templates(folder, config))
 

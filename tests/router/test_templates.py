@@ -8,14 +8,9 @@ from typing import Any
 import pytest
 
 from common.errors import ConfigError, InvalidRequestError
-from router.templates import ChatTemplate
+from router.templates import OWN_NAMES, ChatTemplate
+from tests.router.template_styles import COMMAND_R, LLAMA3, SMOLLM2
 
-SMOLLM2 = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}"
-    "{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 WHITESPACE = """\
 {%- for message in messages %}
     {% if message.role == 'skip' %}{% continue %}{% endif %}
@@ -80,6 +75,53 @@ def test_tools_and_calls_are_those_of_transformers() -> None:
     assert "it's <é>" in text, "no HTML escaping"
 
 
+# ── a message to be continued ─────────────────────────────────────────────────────────────────────
+
+
+def continued(source: str, *messages: dict[str, Any]) -> str:
+    return ChatTemplate(source).render(messages, add_generation_prompt=False, continue_final_message=True)
+
+
+def test_the_last_message_stays_open() -> None:
+    opened = continued(SMOLLM2, SYSTEM, USER, {"role": "assistant", "content": "Well,  "})
+    assert opened.endswith("<|im_start|>assistant\nWell,  "), "as it is, with its spaces"
+    assert continued(LLAMA3, {"role": "assistant", "content": " Well,  "}).endswith("\n\nWell,"), "here it is trimmed"
+    user = continued(SMOLLM2, SYSTEM, {"role": "user", "content": "My name is"})
+    assert user.endswith("<|im_start|>user\nMy name is"), "whosever message it is"
+
+
+def test_a_mark_in_the_text_is_no_mark() -> None:
+    text = "CONTINUE_FINAL_MESSAGE_TAG is a name"
+    assert continued(COMMAND_R, {"role": "user", "content": text}).endswith("_TOKEN|>" + text)
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "expected"),
+    [
+        (SMOLLM2, None, "the last message has no content"),
+        ("{{ messages[0].role }}", "x", "does not show the content of messages"),
+        ("{{ messages[0].content[:3] }}", "abcdef", "does not show the last message as it is"),
+        ("{{ messages[0].content | upper }}", "abc", "does not show the last message as it is"),
+        ("{{ messages[0].content[0].type }}", [{"type": "image"}], "holds no text"),
+        ("{{ messages[0].content }}", 7, "holds no text"),
+        ("{{ messages[0].content }}", [], "holds no text"),
+    ],
+)
+def test_what_cannot_be_continued(source: str, content: Any, expected: str) -> None:
+    with pytest.raises(InvalidRequestError, match=expected) as caught:
+        continued(source, {"role": "assistant", "content": content})
+    assert caught.value.param == "continue_final_message"
+
+
+def test_a_prompt_ends_in_one_way_only() -> None:
+    with pytest.raises(InvalidRequestError, match=r"add_generation_prompt.* must be false") as caught:
+        ChatTemplate(SMOLLM2).render([USER], continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+# ── faults and hostile templates ──────────────────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_under_every_name(name: str) -> None:
     messages = [{**ASSISTANT, name: "hmm"}]
@@ -109,12 +151,44 @@ def test_date_comes_from_the_given_clock() -> None:
         ("{{ raise_exception | tojson }}", "not JSON serializable"),
         ("{{ messages.append(1) }}", "append"),
         ("{{ messages.__class__.__mro__ }}", "unsafe|undefined"),
+        ("{{ ''.__class__.__base__.__subclasses__() }}", "unsafe"),
+        ("{{ ''['__class__'].__base__ }}", "unsafe"),
+        ("{{ (''|attr('__class__')).__base__ }}", "unsafe|undefined"),
+        ("{{ raise_exception.__globals__.keys() }}", "unsafe"),
+        ("{{ strftime_now.__globals__.clear() }}", "unsafe"),
+        ("{{ dict.__class__ }}{{ dict.mro() }}", "unsafe|no attribute 'mro'"),
+        ("{{ namespace.__init__.__globals__ }}", "unsafe"),
+        ("{% set ns = namespace(__class__=1) %}", "cannot hold '__class__'"),
+        ("{% set ns = namespace() %}{% set ns.__class__ = 1 %}", "cannot hold '__class__'"),
+        ("{{ cycler.__init__.__globals__.os }}", "unsafe"),
+        ("{% set x = messages[0].update({'role': 'system'}) %}", "unsafe|update"),
+        ("{{ messages.pop() }}", "pop"),
+        ("{% include 'secret' %}", "no loader"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ messages[0].content * 10 ** 15 }}", "MemoryError"),
+        ("{{ unheard_of() }}", "'unheard_of' is undefined"),
     ],
 )
 def test_what_a_template_refuses_is_the_clients_fault(source: str, expected: str) -> None:
     with pytest.raises(InvalidRequestError, match=expected) as caught:
         ChatTemplate(source).render([USER])
     assert caught.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__ }}",
+        "{{ messages.__class__ }}",
+        "{{ raise_exception.__globals__ }}",
+        "{{ dict.__class__ }}",
+        "{{ '{0.__class__.__init__}'.format(messages) }}",
+        "{{ '{x.__class__}'.format_map({'x': messages}) }}",
+    ],
+)
+def test_what_is_behind_the_values_is_not_shown(source: str) -> None:
+    assert ChatTemplate(source).render([USER]) == ""
 
 
 def test_content_in_parts_is_refused_by_a_template_for_strings() -> None:
@@ -132,3 +206,28 @@ def test_an_empty_conversation_is_refused() -> None:
 def test_a_broken_template_stops_the_start() -> None:
     with pytest.raises(ConfigError, match="syntax error in line 2"):
         ChatTemplate("fine\n{% if %}")
+
+
+def test_an_unknown_filter_stops_the_start() -> None:
+    with pytest.raises(ConfigError, match="No filter named 'unheard_of'"):
+        ChatTemplate("{{ messages | unheard_of }}")
+
+
+def test_templates_may_use_dict_and_namespace() -> None:
+    source = (
+        "{% set d = dict([('a', 1)], b=2) %}{% set ns = namespace(d, self=3) %}{% set ns.c = 4 %}"
+        "{{ d }}{{ dict.fromkeys('xy', 0) }}{{ ns.a }}{{ ns.b }}{{ ns.self }}{{ ns.c }}"
+    )
+    assert ChatTemplate(source).render([USER]) == transformers_text(source, [USER])
+
+
+def test_names_that_are_not_the_clients() -> None:
+    """Python itself refuses them, so whoever passes on a client's variables looks here first."""
+    for name in OWN_NAMES:
+        with pytest.raises(TypeError, match=name):
+            ChatTemplate("x").render([USER], None, True, False, **{name: 1})
+
+
+@pytest.mark.parametrize("name", ["self", "context", "environment", "range", "source", "args", "kwargs", "a b", ""])
+def test_any_other_name_is(name: str) -> None:
+    assert ChatTemplate("{{ messages[0].role }}").render([USER], **{name: 1}) == "user"

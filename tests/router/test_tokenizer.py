@@ -6,6 +6,7 @@ import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from common.errors import ConfigError, InvalidRequestError
 from router.gguf_tokenizer import FAMILIES
-from router.tokenizer import Tokenizer
+from router.tokenizer import Tokenizer, truncated
 from tests.router import tiny_tokenizers as tiny
 
 TEXTS = [
@@ -122,19 +123,50 @@ def _shared(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 # ── BOS and EOS ───────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("kind", ["folder", "gguf"])
-def test_ends_are_added_once(tmp_path: Path, kind: str) -> None:
+BOS_TEXTS = ["", "The fox", "<|begin|>The fox", "<|begin|>", "<|begin|><|begin|>x"]
+BOS_TEXTS += [" <|begin|>x", "x<|begin|>", "<|end|>"]
+
+
+def load_with_ends(tmp_path: Path, kind: str, bos: bool, eos: bool, chat_template: str) -> tuple[Tokenizer, Any]:
+    """A tokenizer that puts these ends around a text, from either kind of file, and that of transformers."""
+    from transformers import PreTrainedTokenizerFast
+
     backend = tiny.byte_level()
-    if kind == "folder":
-        path = tiny.write_hf_folder(tmp_path / "hf", backend, add_bos_token=True, add_eos_token=True)
-    else:
-        path = tiny.write_gguf(tmp_path / "model.gguf", backend, add_bos_token=True, add_eos_token=True)
-    tokenizer = Tokenizer.load(path)
-    plain = tokenizer.encode("The fox", add_special_tokens=False)
-    assert tokenizer.encode("The fox", add_special_tokens=True) == [0, *plain, 1]
-    assert tokenizer.encode("<|begin|>The fox", add_special_tokens=True) == [0, *plain, 1]
-    assert tokenizer.encode("<|begin|>The fox", add_special_tokens=False) == [0, *plain]
-    assert tokenizer.encode("", add_special_tokens=True) == [0, 1]
+    ends = {"add_bos_token": bos, "add_eos_token": eos}
+    path = tiny.write_gguf(tmp_path / "model.gguf", backend, **ends, chat_template=chat_template)
+    tiny.put_ends(backend, bos, eos)
+    folder = tiny.write_hf_folder(tmp_path / "hf", backend, chat_template=chat_template)
+    return Tokenizer.load(folder if kind == "folder" else path), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("adds", [(True, False), (True, True), (False, True), (False, False)], ids=str)
+def test_bos_is_never_doubled(tmp_path: Path, kind: str, adds: tuple[bool, bool]) -> None:
+    """transformers puts its BOS before any text, also one that begins with BOS; that one is taken off here
+    before it is asked.
+    """
+    tokenizer, oracle = load_with_ends(tmp_path, kind, *adds, tiny.CHAT_TEMPLATE)
+    for text in BOS_TEXTS:
+        front, back = [0] * adds[0], [1] * adds[1]
+        plain = oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == plain
+        expected = [*(front if plain[:1] != [0] else []), *plain, *back]
+        assert tokenizer.encode(text, add_special_tokens=True) == expected, text
+        if not (adds[0] and plain[:1] == [0]):
+            assert oracle.encode(text) == expected, text
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf"])
+@pytest.mark.parametrize("template", [tiny.CHAT_TEMPLATE, "{{ bos_token }}{{ messages[0].content }}", "no BOS"])
+def test_a_rendered_prompt_has_the_bos_of_its_template(tmp_path: Path, kind: str, template: str) -> None:
+    tokenizer, oracle = load_with_ends(tmp_path, kind, True, False, template)
+    for content in ("hi", "<|begin|>hi", ""):
+        messages = [{"role": "user", "content": content}]
+        prompt = tokenizer.render_chat(messages)
+        ids = tokenizer.encode(prompt, add_special_tokens=False)
+        assert ids == oracle.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        missing = [] if ids[:1] == [0] else [0]
+        assert tokenizer.encode(prompt, add_special_tokens=True) == missing + ids
 
 
 def test_llama3_files_that_say_nothing_get_bos_and_others_do_not(tmp_path: Path) -> None:
@@ -143,15 +175,42 @@ def test_llama3_files_that_say_nothing_get_bos_and_others_do_not(tmp_path: Path)
         assert tokenizer.encode("", add_special_tokens=True) == bos, family
 
 
-def test_what_tokenizer_json_puts_around_a_text_stays_unless_the_config_speaks(tmp_path: Path) -> None:
-    from tokenizers.processors import TemplateProcessing
+@pytest.mark.parametrize("said", [{}, {"add_bos_token": False}, {"add_eos_token": True}], ids=str)
+def test_what_tokenizer_json_puts_around_a_text_is_final(tmp_path: Path, said: dict[str, bool]) -> None:
+    from transformers import PreTrainedTokenizerFast
 
     backend = tiny.byte_level()
-    backend.post_processor = TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
-    silent = Tokenizer.load(tiny.write_hf_folder(tmp_path / "silent", backend))
-    assert silent.encode("", add_special_tokens=True) == [0]
-    speaking = Tokenizer.load(tiny.write_hf_folder(tmp_path / "speaking", backend, add_bos_token=False))
-    assert speaking.encode("", add_special_tokens=True) == []
+    tiny.put_ends(backend, bos=True, eos=False)
+    folder = tiny.write_hf_folder(tmp_path, backend, **said)
+    assert Tokenizer.load(folder).encode("", add_special_tokens=True) == [0]
+    assert PreTrainedTokenizerFast.from_pretrained(folder).encode("") == [0]
+
+
+# ── a limit ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("ids", "limit", "side", "bos", "expected"),
+    [
+        ([0, 5, 6, 7], 4, "left", 0, [0, 5, 6, 7]),
+        ([0, 5, 6, 7], 3, "left", 0, [0, 6, 7]),
+        ([0, 5, 6, 7], 3, "right", 0, [0, 5, 6]),
+        ([0, 5, 6, 7], 1, "left", 0, [0]),
+        ([0, 5, 6, 7], 0, "left", 0, []),
+        ([0, 5, 6, 7], 3, "left", None, [5, 6, 7]),
+        ([0, 5, 6, 7], 3, "left", 9, [5, 6, 7]),
+        ([], 3, "left", 0, []),
+    ],
+)
+def test_cut_on_the_named_side(ids: list[int], limit: int, side: Any, bos: int | None, expected: list[int]) -> None:
+    before = list(ids)
+    assert truncated(ids, limit, side, bos) == expected
+    assert ids == before
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1 tokens"):
+        truncated([1], -1, "left")
 
 
 # ── folders ───────────────────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,7 @@ from typing import Any
 
 import gguf
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's 12:45, isn't it? We've 2024 reasons.",
@@ -69,19 +69,39 @@ def byte_level(family: str = "smollm", vocab_size: int = 600) -> tokenizers.Toke
     return backend
 
 
-def byte_fallback() -> tokenizers.Tokenizer:
-    """In the manner of SentencePiece: spaces as ``▁``, unknown characters as byte tokens."""
+def byte_fallback(strips: bool = True) -> tokenizers.Tokenizer:
+    """In the manner of SentencePiece: spaces as ``▁``, unknown characters as byte tokens.
+
+    ``strips``: a text is given a space at its front, which decoding takes away (Llama 2; not Gemma).
+    """
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     tokens += ["▁", "▁▁", "a", "b", "▁a", "▁b", "▁ab", "ab", "é", "\n", "\N{REPLACEMENT CHARACTER}"]
     merges = [("▁", "▁"), ("a", "b"), ("▁", "a"), ("▁", "b"), ("▁", "ab")]
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    front = [normalizers.Prepend("▁")] if strips else []
+    backend.normalizer = normalizers.Sequence([*front, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if strips else []
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens[:3]])
     return backend
+
+
+def metaspace() -> tokenizers.Tokenizer:
+    """Spaces as ``▁`` too, by the library's own pair for that, and no byte tokens."""
+    backend = byte_fallback()
+    backend.normalizer = normalizers.Sequence([])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first", split=False)
+    return backend
+
+
+def put_ends(backend: tokenizers.Tokenizer, bos: bool, eos: bool) -> None:
+    """Has ``backend`` put BOS before and EOS behind every text, as tokenizer.json says it."""
+    single = " ".join([*(["<|begin|>"] if bos else []), "$A", *(["<|end|>"] if eos else [])])
+    backend.post_processor = processors.TemplateProcessing(
+        single=single, special_tokens=[("<|begin|>", 0), ("<|end|>", 1)]
+    )
 
 
 def write_hf_folder(folder: Path, backend: tokenizers.Tokenizer, **config: Any) -> Path:
