@@ -13,15 +13,23 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from typing import NoReturn
 
-from cluster.commands import config, models, serve, status
+from cluster.commands import bench, chat, config, doctor, models, serve, status
 from cluster.end_signals import INTERRUPTED
 from common.errors import BatonError
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line how it was called wrongly; `--help` has the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands; each sets ``run(arguments) -> exit status``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="baton", description="Serves large language models on a cluster split into prefill and decode."
     )
     parser.add_argument("--version", action="version", version=f"baton {_version()}")
@@ -33,7 +41,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--set", metavar="PATH=VALUE", action="append", default=[], dest="overrides", help="one value; repeatable"
     )
-    for command in (serve, status, models, config):
+    for command in (serve, status, chat, bench, doctor, models, config):
         command.add_parser(commands, configured)
     return parser
 

@@ -129,6 +129,7 @@ class ClusterConfig(_Section):
 class LogConfig(_Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["text", "json"] = "text"
+    content: bool = Field(False, description="also log prompts and answers; they may be private")
 
 
 class Config(_Section):
@@ -172,7 +173,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = ()) -
             loaded = yaml.safe_load(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # no text, an impossible date, too deep
             raise ConfigError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"config file {path} must hold a mapping, it holds a {type(loaded).__name__}")
@@ -203,7 +204,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         node = child
     try:
         node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(f"--set {path}: {text!r} is not a YAML value") from error
 
 

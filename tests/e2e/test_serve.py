@@ -157,8 +157,9 @@ def test_a_second_one_on_its_port_says_so(pair: Served) -> None:
     port = pair.fleet.url.rsplit(":", 1)[1]
     second = baton("serve", "--port", port)
     assert (second.returncode, second.stdout) == (1, "")
-    words = f"cannot listen on 127.0.0.1 port {port} (router.port): Address already in use"
-    assert second.stderr == f"baton: error: {words}\n"
+    words = f"cannot listen on 127.0.0.1 port {port} (router.port): Address already in use; stop what listens there"
+    assert second.stderr.startswith(f"baton: error: {words}")
+    assert second.stderr.count("\n") == 1
 
 
 def test_sigterm_with_a_stream_under_way_ends_everything(pair: Served, answers: list[Reply]) -> None:
