@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 from common.errors import BatonError, HandoffError
-from common.messages import FinishReason
+from common.messages import FinishReason, Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """``tokens[i]`` has index ``first_index + i``."""
+    """``tokens[i]`` has index ``first_index + i``, and ``logprobs[i]`` where they are wanted."""
 
     first_index: int
     tokens: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +47,12 @@ AnswerEvent = NewTokens | Finished
 
 
 class Answer:
-    """The tokens of one request so far."""
+    """The tokens of one request so far; ``wants_logprobs``: a token without its logprobs is not accepted."""
 
-    def __init__(self) -> None:
+    def __init__(self, wants_logprobs: bool = False) -> None:
         self.tokens: list[int] = []
+        self.logprobs: list[Logprobs] = []
+        self._wants_logprobs = wants_logprobs
         self.duplicates = 0
         self._expected_twice: list[int] = []
         self._finished: Finished | None = None
@@ -60,16 +63,24 @@ class Answer:
     def ended(self) -> bool:
         return self._finished is not None or self._error is not None
 
+    @property
+    def complete(self) -> bool:
+        """It ended, and well."""
+        return self._finished is not None
+
     def expect_twice(self, index: int) -> None:
         """Token ``index`` comes from two workers (the prefill worker, and with the handoff the decode
         worker); the second one is no duplicate to be counted."""
         self._expected_twice.append(index)
 
-    def accept(self, first_index: int, tokens: Sequence[int]) -> int:
+    def accept(self, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> int:
         """Takes the tokens that are new and returns their number; repeats are dropped and counted.
 
-        Raises HandoffError when an index is missing, or when a repeat differs from what was accepted.
+        Raises HandoffError when an index or a token's logprobs are missing, or when a repeat differs from
+        what was accepted.
         """
+        if self._wants_logprobs and len(logprobs) != len(tokens):
+            raise HandoffError(f"{len(tokens)} tokens came with the logprobs of {len(logprobs)}")
         if self.ended:
             self._count_repeats(first_index, len(tokens))
             return 0
@@ -77,8 +88,7 @@ class Answer:
         if known < 0:
             raise HandoffError(f"token {len(self.tokens)} is missing: the worker went on with token {first_index}")
         if known == 0:
-            self.tokens.extend(tokens)
-            self._changed.set()
+            self._extend(tokens, logprobs)
             return len(tokens)
         repeats = list(tokens[:known])
         self._count_repeats(first_index, len(repeats))
@@ -86,10 +96,15 @@ class Answer:
         if repeats != accepted:
             raise HandoffError(f"tokens from index {first_index} came twice and differ: {accepted}, then {repeats}")
         new = tokens[known:]
-        self.tokens.extend(new)
         if new:
-            self._changed.set()
+            self._extend(new, logprobs[known:])
         return len(new)
+
+    def _extend(self, tokens: Sequence[int], logprobs: Sequence[Logprobs]) -> None:
+        self.tokens.extend(tokens)
+        if self._wants_logprobs:
+            self.logprobs.extend(logprobs)
+        self._changed.set()
 
     def _count_repeats(self, first_index: int, count: int) -> None:
         if count and first_index in self._expected_twice:
@@ -103,6 +118,14 @@ class Answer:
             self._finished = Finished(reason, usage)
             self._changed.set()
 
+    def cut(self, num_tokens: int, usage: Usage) -> None:
+        """Ends the answer after its first ``num_tokens`` tokens, as its reader says: what came after them
+        was not wanted, not even another end. Nothing happens to an answer that failed."""
+        if self._error is None:
+            del self.tokens[num_tokens:], self.logprobs[num_tokens:]
+            self._finished = Finished(FinishReason.STOP, usage)
+            self._changed.set()
+
     def fail(self, error: BatonError) -> None:
         if not self.ended:
             self._error = error
@@ -114,7 +137,8 @@ class Answer:
         while True:
             if num_read < len(self.tokens):
                 first_index, num_read = num_read, len(self.tokens)
-                yield NewTokens(first_index, tuple(self.tokens[first_index:num_read]))
+                new = slice(first_index, num_read)
+                yield NewTokens(first_index, tuple(self.tokens[new]), tuple(self.logprobs[new]))
             elif self._finished is not None:
                 yield self._finished
                 return

@@ -13,16 +13,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from common.errors import BatonError, HandoffError, from_wire
-from common.messages import Finish, FinishReason, GenerationRequest, TokenDelta
+from common.messages import Finish, FinishReason, GenerationRequest, Logprobs, TokenDelta
 
 AttemptKey = tuple[str, int]
 """(request id, attempt number)."""
 
 
 class Attempt:
-    """``accept(first_index, tokens)`` takes tokens, and raises a BatonError when they do not fit."""
+    """``accept(first_index, tokens, logprobs)`` takes tokens, and raises a BatonError when they do not fit."""
 
-    def __init__(self, request: GenerationRequest, accept: Callable[[int, Sequence[int]], None]) -> None:
+    def __init__(
+        self, request: GenerationRequest, accept: Callable[[int, Sequence[int], Sequence[Logprobs]], None]
+    ) -> None:
         self.request = request
         self.key: AttemptKey = (request.request_id, request.attempt)
         self.decoding = False
@@ -30,6 +32,8 @@ class Attempt:
         self.outcome: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
         # An attempt may be dropped (cancel, deadline) before anybody asks for its outcome.
         self.outcome.add_done_callback(lambda done: done.cancelled() or done.exception())
+        self.stopping = False
+        """The decode worker was told that no more tokens are wanted: it may end at any of them."""
         self.culprits: tuple[str, ...] = ()
         """Addresses of the workers that the next attempt should avoid."""
         self._accept = accept
@@ -41,7 +45,7 @@ class Attempt:
         self.decoding = True
         try:
             if delta.tokens:
-                self._accept(delta.first_index, delta.tokens)
+                self._accept(delta.first_index, delta.tokens, delta.logprobs)
         except BatonError as error:
             self.fail(error, address)
             return
@@ -57,7 +61,7 @@ class Attempt:
     def _finish(self, finish: Finish, address: str) -> None:
         if finish.reason is FinishReason.ERROR:
             self.fail(from_wire(finish.error_code, finish.error_message), address)
-        elif finish.reason is FinishReason.CANCELLED:
+        elif finish.reason is FinishReason.CANCELLED and not self.stopping:
             self.fail(HandoffError("the decode worker gave the request up without being asked"), address)
         else:
             self.outcome.set_result(finish)

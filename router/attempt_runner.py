@@ -16,6 +16,7 @@ import logging
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from common.errors import (
@@ -82,6 +83,7 @@ class AttemptRunner:
         Raises what ended the attempt. NoCapacityError: a worker is full, and nothing was lost by it.
         """
         held = True  # D may hold something for this attempt
+        live.on_stop = partial(self._stop, pair.decode, attempt)
         leg: asyncio.Task[None] | None = None
         try:
             ticket = await self._reserve(live, pair, attempt)
@@ -105,9 +107,10 @@ class AttemptRunner:
             live.fail_attempt(error, culprits)
             raise
         finally:
+            live.on_stop = None
             if leg is not None:
                 leg.cancel()
-            if held:
+            if held and not attempt.stopping:
                 self._cancels.spawn(self._cancel(pair.decode, attempt), f"cancel {attempt.key}")
             for worker in (pair.prefill, pair.decode):
                 if worker is not None:
@@ -118,6 +121,12 @@ class AttemptRunner:
         """Lets the cancels of ended attempts through: before the workers' clients are closed."""
         await self._cancels.settle(CLOSE_TIMEOUT_S)
         await self._cancels.close()
+
+    def _stop(self, decode: Worker, attempt: Attempt) -> None:
+        """No more tokens are wanted. D ends the attempt, and with its last word says what it took."""
+        if not attempt.stopping:
+            attempt.stopping = True
+            self._cancels.spawn(self._cancel(decode, attempt), f"stop {attempt.key}")
 
     async def _reserve(self, live: LiveRequest, pair: Pair, attempt: Attempt) -> Ticket | None:
         """D's promise of blocks. None from a worker that does it all."""
@@ -177,7 +186,7 @@ class AttemptRunner:
                 self._pause(worker)
             attempt.fail(error, worker.address)
         except Exception as error:
-            log.exception("prefill %s failed", attempt.key)
+            log.exception("prefill failed", extra=_about(attempt, worker))
             attempt.fail(BatonError(f"internal error ({type(error).__name__})"), worker.address)
         finally:
             worker.end(attempt)
@@ -206,9 +215,14 @@ class AttemptRunner:
                     await decode.decode_client.cancel(*attempt.key)
                 return
             except (BatonError, TimeoutError) as error:
-                log.warning("could not cancel %s on %s: %s", attempt.key, decode.worker_id, error)
+                log.warning("could not cancel: %s", error, extra=_about(attempt, decode))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, CANCEL_TIMEOUT_S)
+
+
+def _about(attempt: Attempt, worker: Worker) -> dict[str, object]:
+    request_id, number = attempt.key
+    return {"request_id": request_id, "attempt": number, "worker_id": worker.worker_id}
 
 
 def _culprits(pair: Pair, attempt: Attempt, error: BatonError) -> tuple[str, ...]:

@@ -22,12 +22,14 @@ from common.messages import (
     GenerationRequest,
     HandoffDone,
     KVLayout,
+    Logprobs,
     ModelInfo,
     PrefillEvent,
     Role,
     Ticket,
     TokenBatch,
     TokenDelta,
+    TokenLogprob,
     WorkerEvent,
     WorkerInfo,
     WorkerLedger,
@@ -52,17 +54,33 @@ def fake_answer(prompt: Sequence[int], num_tokens: int) -> list[int]:
     return [fake_token(prompt, index) for index in range(num_tokens)]
 
 
+def fake_logprobs(token: int, index: int, wanted: int | None) -> Logprobs | None:
+    """What is told of a ``token`` at ``index``: it is the likeliest, and those that follow it in the alphabet
+    come next, each e times less likely."""
+    if wanted is None:
+        return None
+    logprob = -(index + 1) / 8
+    return Logprobs(logprob, tuple(TokenLogprob((token + i) % VOCAB_SIZE, logprob - i) for i in range(wanted)))
+
+
 class FakeWorker:
     """One worker process. ``step_s`` is the time of a prefill, and of each decode step."""
 
     def __init__(
-        self, worker_id: str, role: Role, *, num_blocks: int = 1000, step_s: float = 0.001, max_model_len: int = 4096
+        self,
+        worker_id: str,
+        role: Role,
+        *,
+        num_blocks: int = 1000,
+        step_s: float = 0.001,
+        max_model_len: int = 4096,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self.role = role
         self.step_s = step_s
         self.num_blocks = num_blocks
         layout = KVLayout("fake-weights", 2, 2, 8, BLOCK_SIZE, "float32", total_kv_heads=2)
-        model = ModelInfo("fake", "fake-weights", VOCAB_SIZE, max_model_len, (EOS,))
+        model = ModelInfo("fake", "fake-weights", vocab_size, max_model_len, (EOS,))
         self.info = WorkerInfo(
             worker_id,
             role,
@@ -89,6 +107,8 @@ class FakeWorker:
         self.dead = asyncio.Event()
         self.hung = False
         """A stopped process: it answers nothing and says nothing."""
+        self.script: Sequence[int] = ()
+        """What it answers, whatever is asked; beyond that `fake_token`."""
         self.error: BatonError | None = None
         """Raised by the next prefill or reservation."""
         self.mute_after: int | None = None
@@ -103,6 +123,8 @@ class FakeWorker:
         self._watchers: list[asyncio.Queue[WorkerEvent]] = []
         self._sequence = 0
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, tuple[str, TokenDelta]] = {}
+        """Attempt → its router, and its last word if it is cancelled."""
 
     # ── controls ──────────────────────────────────────────────────────────────────────────────────
 
@@ -157,11 +179,25 @@ class FakeWorker:
             raise NoCapacityError(f"{blocks} blocks are wanted, {free} are free")
         self.holding[request.key] = blocks
 
+    def token(self, request: GenerationRequest, index: int) -> tuple[int, Logprobs | None]:
+        """The token at ``index`` of the answer, and what is told of it."""
+        token = self.script[index] if index < len(self.script) else fake_token(request.prompt, index)
+        return token, fake_logprobs(token, index, request.sampling.num_logprobs)
+
     def release(self, key: str) -> None:
         job = self._jobs.pop(key, None)
         if job is not None:
             job.cancel()
         self.holding.pop(key, None)
+        self._running.pop(key, None)
+
+    def cancel(self, key: str) -> None:
+        """Ends an attempt; its router hears what it took."""
+        self.cancelled.append(key)
+        router_id, delta = self._running.get(key, ("", None))
+        self.release(key)
+        if delta is not None and router_id in self._tokens:
+            self._tokens[router_id].put_nowait(delta)
 
     async def watch(self) -> AsyncGenerator[WorkerEvent, None]:
         await self.answer()
@@ -187,6 +223,10 @@ class FakeWorker:
 
     def generate(self, router_id: str, request: GenerationRequest, context: ContextTokens, first_index: int) -> None:
         """Starts decoding at ``first_index``."""
+        given_up = TokenDelta(
+            request.request_id, request.attempt, first_index, (), Finish(FinishReason.CANCELLED, context)
+        )
+        self._running[request.key] = (router_id, given_up)
         job = asyncio.get_running_loop().create_task(self._decode(router_id, request, context, first_index))
         self._jobs[request.key] = job
 
@@ -201,7 +241,8 @@ class FakeWorker:
             if self.hung or (self.mute_after is not None and sent >= self.mute_after):
                 continue
             finish = Finish(FinishReason.LENGTH, context) if index == last else None
-            delta = TokenDelta(*name, index, (fake_token(request.prompt, index),), finish)
+            token, told = self.token(request, index)
+            delta = TokenDelta(*name, index, (token,), finish, () if told is None else (told,))
             if index != self.skip_index:
                 if self.repeat_tokens or self.die_unheard:
                     deltas.put_nowait(replace(delta, finish=None))
@@ -268,14 +309,16 @@ class FakePrefillClient(_Client):
             hit = min(hit, num_context - 1)
             worker.cached.update(hashes)
             last = index + 1 >= request.sampling.max_tokens
+            token, told = worker.token(request, index)
             yield FirstToken(
                 request.request_id,
                 request.attempt,
                 index,
-                fake_token(request.prompt, index),
+                token,
                 ContextTokens(cached=hit, computed=num_context - hit),
                 FinishReason.LENGTH if last else None,
                 prefill_s=worker.step_s,
+                logprobs=told,
             )
             await worker.answer()
             decode = self.fleet.workers[ticket.worker_id]
@@ -321,8 +364,7 @@ class FakeDecodeClient(_Client):
         if self.closed:
             raise WorkerLostError(f"the client of {self.address} was closed")
         await self.worker.answer()
-        self.worker.cancelled.append(f"{request_id}#{attempt}")
-        self.worker.release(f"{request_id}#{attempt}")
+        self.worker.cancel(f"{request_id}#{attempt}")
 
 
 @dataclass

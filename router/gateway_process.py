@@ -1,6 +1,6 @@
 """A router with everything it needs: tokenizer, gRPC clients to the workers, HTTP and gRPC ports.
 
-The composition root of the router: the one place of this package that knows `rpc`.
+The composition root of the router: the one place of this package that makes clients and servers of `rpc`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from common.config import Config
 from common.model_store import resolve
 from common.sampling_defaults import sampling_defaults
+from router.gateway import Gateway
+from router.generation import GatewayGeneration
 from router.process import RunningRouter, run_router
 from router.tokenizer import Tokenizer
 from rpc.clients import GrpcDecodeClient, GrpcPrefillClient
@@ -29,6 +31,19 @@ class GrpcClients:
 
     def decode(self, address: str) -> GrpcDecodeClient:
         return GrpcDecodeClient(address, secret=self.secret)
+
+
+@dataclass(frozen=True, slots=True)
+class GrpcInterface:
+    """The clients' gRPC port."""
+
+    server: GatewayServer
+
+    async def start(self, gateway: Gateway) -> None:
+        await self.server.start(GatewayGeneration(gateway))
+
+    async def stop(self, grace_s: float) -> None:
+        await self.server.stop(grace_s)
 
 
 async def run_gateway(
@@ -51,16 +66,13 @@ async def run_gateway(
     address = server.bind(config.router.host, config.router.grpc_port)
     path = await asyncio.to_thread(resolve, config.model.name, config.model.cache_dir, True, tell)
     tokenizer = await asyncio.to_thread(Tokenizer.load, path)
-    await server.start()
-    try:
-        await run_router(
-            config,
-            GrpcClients(config.cluster.secret),
-            tokenizer,
-            stop=stop,
-            router_id=router_id,
-            sampling=sampling_defaults(config.model, path),
-            on_ready=lambda running: ready(running, f"grpc://{address}"),
-        )
-    finally:
-        await server.stop()
+    await run_router(
+        config,
+        GrpcClients(config.cluster.secret),
+        tokenizer,
+        stop=stop,
+        router_id=router_id,
+        sampling=sampling_defaults(config.model, path),
+        beside=[GrpcInterface(server)],
+        on_ready=lambda running: ready(running, f"grpc://{address}"),
+    )

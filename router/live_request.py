@@ -1,7 +1,8 @@
 """A request that has not ended: its answer so far, its record, its place and its deadline.
 
 The attempts bring tokens (`accept`), the end (`finish`), and the decode worker's last word (`settle`);
-here each is written down once, for the client, for the record and for the metrics.
+whoever reads the answer may end it earlier (`end_at`). Here each is written down once, for the client, for
+the record and for the metrics.
 
 Knows neither workers nor how they are talked to.
 """
@@ -9,11 +10,11 @@ Knows neither workers nor how they are talked to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from common.errors import BatonError, RequestCancelledError
-from common.messages import Finish, FinishReason, FirstToken, GenerationRequest, HandoffDone
+from common.messages import Finish, FinishReason, FirstToken, GenerationRequest, HandoffDone, Logprobs
 from common.metrics import RouterMetrics
 from router.answer import Answer
 from router.attempt import Attempt
@@ -34,7 +35,8 @@ class Pulse:
 
 class LiveRequest:
     """``arrival`` counts requests; ``timeout`` is entered by the request's task. ``hashes`` are the
-    prompt's prefix hashes."""
+    prompt's prefix hashes. ``leader``: a request with the same prompt, whose KV this one is to share.
+    """
 
     def __init__(
         self,
@@ -45,13 +47,19 @@ class LiveRequest:
         metrics: RouterMetrics,
         pulse: Pulse,
         slo: Mapping[str, float] | None = None,
+        leader: LiveRequest | None = None,
     ) -> None:
         now = asyncio.get_running_loop().time()
         self.request = request
         self.hashes = hashes
         self.arrival = arrival
         self.timeout = asyncio.timeout_at(deadline)
-        self.answer = Answer()
+        self.answer = Answer(request.sampling.num_logprobs is not None)
+        self.leader = leader
+        self.kv_ready = asyncio.Event()
+        """The prompt's KV is where it decodes, or will never be: its followers need not wait any more."""
+        self.on_stop: Callable[[], None] | None = None
+        """Tells the attempt under way that no more tokens are wanted."""
         self.record = RequestRecord(request.request_id, len(request.prompt), now, request.priority, slo)
         self.admitted = False
         """It passed the queue once, and is not turned away any more."""
@@ -70,6 +78,14 @@ class LiveRequest:
     def demand(self) -> Demand:
         num_prompt = len(self.request.prompt)
         return Demand(num_prompt + len(self.answer.tokens), num_prompt + self.request.sampling.max_tokens)
+
+    @property
+    def places(self) -> list[str]:
+        """Addresses of the workers that hold the prompt's KV, as far as this request knows."""
+        decision = self.record.decision
+        if decision is None or not self.answer.tokens:
+            return []
+        return [choice.address for choice in (decision.prefill, decision.decode) if choice is not None]
 
     # ── attempts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -110,9 +126,9 @@ class LiveRequest:
 
     # ── what an attempt brings ────────────────────────────────────────────────────────────────────
 
-    def accept(self, first_index: int, tokens: Sequence[int]) -> None:
+    def accept(self, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
         """Tokens from whichever worker. Raises HandoffError when they do not continue the answer."""
-        num_new = self.answer.accept(first_index, tokens)
+        num_new = self.answer.accept(first_index, tokens, logprobs)
         if not num_new:
             return
         now = asyncio.get_running_loop().time()
@@ -127,18 +143,21 @@ class LiveRequest:
             self._metrics.itl.observe(now - record.last_token_at)
             self._pulse.decoded_at = now
         record.last_token_at = now
+        if record.decision is not None and record.decision.prefill is None:
+            self.kv_ready.set()
 
     def first_token(self, event: FirstToken) -> None:
         """The prefill worker's token, ahead of the KV."""
         record = self.record
         record.prefill_context = event.context
         record.prefill_s = event.queue_s + event.prefill_s
-        self.accept(event.index, (event.token,))
+        self.accept(event.index, (event.token,), () if event.logprobs is None else (event.logprobs,))
         if event.finish is not None:
             self.finish(event.finish)
 
     def handed_off(self, event: HandoffDone) -> None:
         self._pulse.handed_off_at = asyncio.get_running_loop().time()
+        self.kv_ready.set()
         self.record.transfer_s = event.transfer_s
         self.record.transport = event.transport
         self.record.kv_bytes = event.num_bytes
@@ -162,6 +181,24 @@ class LiveRequest:
             return
         self.record.finish_reason = reason.value
         self.answer.finish(reason, self.record.usage)
+        self._settle_soon()
+
+    def end_at(self, num_tokens: int) -> None:
+        """The answer is complete after its first ``num_tokens`` tokens (a stop string is there): what the
+        workers made beyond is dropped, and they are told."""
+        record = self.record
+        if record.finish_reason is not None and not self.answer.complete:
+            return  # it failed meanwhile
+        record.finish_reason = FinishReason.STOP.value
+        record.emitted = num_tokens
+        self.answer.cut(num_tokens, record.usage)
+        if record.ended_at is None:
+            self._settle_soon()
+            if self.on_stop is not None:
+                self.on_stop()
+
+    def _settle_soon(self) -> None:
+        """The client has all; the workers' last words have little time."""
         settled_at = asyncio.get_running_loop().time() + SETTLE_TIMEOUT_S
         if not self.timeout.expired():  # in the very moment of the deadline
             self.timeout.reschedule(min(self._deadline, settled_at))
@@ -174,6 +211,7 @@ class LiveRequest:
         if record.ended_at is not None:
             return
         record.ended_at = asyncio.get_running_loop().time()
+        self.kv_ready.set()
         record.duplicates = self.answer.duplicates
         record.waiting_for = None
         if record.finish_reason is not None or error is None:

@@ -17,7 +17,7 @@ class PrefixIndex:
     """Prefix hash → the workers that hold it, in the order in which they said so."""
 
     def __init__(self, unit_tokens: int = HASH_UNIT_TOKENS) -> None:
-        self._unit_tokens = unit_tokens
+        self.unit_tokens = unit_tokens
         self._holders: dict[bytes, dict[str, None]] = {}
         self._held: dict[str, dict[bytes, None]] = {}
 
@@ -58,7 +58,7 @@ class PrefixIndex:
             if not following:
                 break
             for worker in following:
-                tokens[worker] = length * self._unit_tokens
+                tokens[worker] = length * self.unit_tokens
         return tokens
 
     def _forget(self, prefix: bytes, worker: str) -> None:

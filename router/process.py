@@ -1,6 +1,7 @@
-"""A router's process: the service, its HTTP server, and an orderly end.
+"""A router's process: the service, its HTTP server, other interfaces beside it, and an orderly end.
 
-The composition root hands in the clients and the tokenizer; this module knows neither gRPC nor Ray.
+The composition root hands in the clients, the tokenizer and the interfaces; this module knows neither gRPC
+nor Ray.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import random
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import uvicorn
 
 from common.config import Config
 from common.errors import ConfigError
 from common.lifecycle import Tasks, first_of
+from common.log import content_log
 from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
-from router.app import Gateway, create_app
+from router.app import create_app
+from router.gateway import Gateway
 from router.readiness import Readiness
 from router.service import RouterService
 from router.text_answer import Tokenizer
@@ -32,6 +36,20 @@ GRACE_S = 3.0
 
 SHUTDOWN_TIMEOUT_S = 5
 """Connections that are still open then are closed: after the streams were told why they end."""
+
+
+LAST_WORDS_S = 1.0
+"""What has ended by then may still be telling its client so."""
+
+
+class Interface(Protocol):
+    """Another way in to the same gateway."""
+
+    async def start(self, gateway: Gateway) -> None: ...
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes nothing new; what is under way gets ``grace_s`` to end. Harmless when stopped."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +73,14 @@ async def run_router(
     router_id: str = "router-0",
     rng: random.Random | None = None,
     sampling: SamplingDefaults = OPENAI_DEFAULTS,
+    beside: Sequence[Interface] = (),
     on_ready: Callable[[RunningRouter], None] | None = None,
 ) -> None:
     """Serves until ``stop`` is set, then ends what is under way and returns.
 
-    ``on_ready`` is called once connections are accepted (workers may still be on their way: ask
-    ``/ready``). Members are ``prefill.addresses`` and ``decode.addresses`` until somebody sets others.
-    Raises ConfigError when the port is taken.
+    ``beside``: interfaces that come and go with HTTP. ``on_ready`` is called once connections are accepted
+    (workers may still be on their way: ask ``/ready``). Members are ``prefill.addresses`` and
+    ``decode.addresses`` until somebody sets others. Raises ConfigError when the port is taken.
     """
     listener = _listen(config.router.host, config.router.port)
     url = _url(config.router.host, listener.getsockname()[1])
@@ -76,10 +95,12 @@ async def run_router(
     )
     readiness = Readiness(service, config.router.probe_timeout_s)
     name = config.model.served_name or config.model.name
-    app = create_app(Gateway(service, tokenizer, readiness, config.router, name, url, sampling=sampling))
+    content = content_log(config.log)
+    gateway = Gateway(service, tokenizer, readiness, config.router, name, url, sampling=sampling, content=content)
+
     server = _Server(
         uvicorn.Config(
-            app,
+            create_app(gateway),
             http="httptools",
             ws="none",
             lifespan="off",
@@ -96,15 +117,20 @@ async def run_router(
         serving = tasks.spawn(server.serve(sockets=[listener]), "http server")
         stopping = tasks.spawn(stop.wait(), "stop signal")
         await first_of(server.up.wait(), asyncio.shield(serving))
+        for interface in beside:
+            await interface.start(gateway)
         if on_ready is not None:
             on_ready(RunningRouter(router_id, url, service))
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         log.info("%s stops", router_id)
         server.should_exit = True  # no new connections
-        await service.close(GRACE_S)
+        stops = [interface.stop(GRACE_S + LAST_WORDS_S) for interface in beside]
+        await asyncio.gather(service.close(GRACE_S), *stops)
         await serving
     finally:
         server.should_exit = True
+        for interface in beside:
+            await interface.stop(0.0)
         await readiness.close()
         await service.close()
         await tasks.close()

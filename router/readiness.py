@@ -15,7 +15,7 @@ from common.errors import BatonError, DeadlineError
 from common.lifecycle import Tasks
 from common.messages import GenerationRequest, SamplingParams
 from router.schemas import INT32
-from router.service import RouterService
+from router.service import PROBE, RouterService
 
 RECENT_S = 5.0
 """Proof of this age still counts."""
@@ -85,7 +85,7 @@ class Readiness:
 
     async def _request(self) -> None:
         request = GenerationRequest(
-            self._service.draw_id("ready"),
+            self._service.draw_id(PROBE),
             PROBE_PROMPT,
             SamplingParams(max_tokens=2, min_tokens=2, temperature=0.0, ignore_eos=True),
             priority=-INT32,

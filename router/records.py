@@ -147,6 +147,32 @@ class Records:
         return self._live.get(request_id) or self._recent.get(request_id)
 
 
+def attempt_fields(record: RequestRecord) -> dict[str, Any]:
+    """Who serves or served a request, for a log line."""
+    if not record.attempts:
+        return {}
+    last = record.attempts[-1]
+    return {"prefill": last.prefill, "decode": last.decode}
+
+
+def request_fields(record: RequestRecord) -> dict[str, Any]:
+    """One request that ended, for a log line: who, how much, how long; nothing of what was said."""
+    first, end = record.first_token_at, record.ended_at
+    usage = record.usage
+    return {
+        "request_id": record.id,
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "ttft_s": first - record.arrived_at if first is not None else None,
+        "total_s": end - record.arrived_at if end is not None else None,
+        "attempts": len(record.attempts),
+        **attempt_fields(record),
+    }
+
+
 def _decision(decision: Decision | None) -> dict[str, Any] | None:
     if decision is None:
         return None

@@ -12,13 +12,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidRequestError
 from router.fields import served_fields
+from router.templates import OWN_NAMES
 
 INT32 = 2**31 - 1
 INT63 = 2**63 - 1
-MAX_PROMPTS = 256
-"""Prompts in one completions request."""
+MAX_ANSWERS = 256
+"""Answers to one request: prompts times ``n``."""
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGPROBS = 20
+MAX_BIASES = 1024
+
 
 TokenIds = list[Annotated[int, Field(ge=0, le=INT32)]]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class _Body(BaseModel):
@@ -29,7 +37,7 @@ class _Body(BaseModel):
 class StreamOptions(_Body):
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = Field(False, description="every event says what was used so far (as vLLM's)")
 
 
 class Slo(_Body):
@@ -47,6 +55,19 @@ class GenerationBody(_Body):
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
+    logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_BIASES, description="token id → added logit")
+    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
+    stop: str | list[str] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=-1, le=INT32, description="a longer prompt is cut to so many tokens; -1: to what the model allows"
+    )
+    truncation_side: Literal["left", "right"] = Field("left", description="the end at which a prompt is cut")
     seed: int | None = Field(None, ge=-INT63 - 1, le=INT63)
     min_tokens: int = Field(0, ge=0, le=INT32)
     ignore_eos: bool = False
@@ -59,6 +80,26 @@ class GenerationBody(_Body):
     cache_salt: str | None = Field(None, max_length=1024)
     slo: Slo | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many likeliest tokens are wanted with each token's own log probability; None: neither."""
+        raise NotImplementedError
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings. Raises InvalidRequestError when there are too many, or one is of no use."""
+        if not self.stop:
+            return ()
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(dict.fromkeys(self.stop))
+        if len(stops) > MAX_STOPS:
+            raise InvalidRequestError(f"stop may hold {MAX_STOPS} strings, got {len(stops)}", param="stop")
+        for stop in stops:
+            if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+                raise InvalidRequestError(
+                    f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters, got one of {len(stop)}", param="stop"
+                )
+        return stops
+
 
 class TextPart(_Body):
     type: Literal["text"]
@@ -70,37 +111,98 @@ class Message(_Body):
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: None = None
+    tool_calls: list[dict[str, Any]] | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates expect it: content is one text, null fields are left out."""
         fields = self.model_dump(exclude_none=True, exclude={"content", "refusal"})
+        if self.tool_calls:
+            fields["tool_calls"] = [_with_parsed_arguments(call) for call in self.tool_calls]
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
         return fields | {"content": content if content is not None else ""}
 
 
+def _with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A tool call as templates expect it: OpenAI's clients send the arguments as JSON in a string, templates
+    write them out as JSON themselves."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return call | {"function": function | {"arguments": arguments}}
+
+
 class ChatBody(GenerationBody):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, le=INT32)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    tools: list[dict[str, Any]] | None = Field(None, description="shown to the model; its calls are plain text")
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = Field(None, description="default: unless the final message is continued")
+    continue_final_message: bool = False
+
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template gets besides the messages."""
+        if self.add_generation_prompt and self.continue_final_message:
+            raise InvalidRequestError(
+                "add_generation_prompt begins a new message, continue_final_message goes on with the last one: "
+                "only one of them may be true",
+                param="continue_final_message",
+            )
+        variables = self.chat_template_kwargs or {}
+        if taken := sorted(OWN_NAMES & set(variables)):
+            raise InvalidRequestError(
+                f"chat_template_kwargs may not hold {taken[0]!r}, which is a field of the request",
+                param="chat_template_kwargs",
+            )
+        add_generation_prompt = self.add_generation_prompt
+        if add_generation_prompt is None:
+            add_generation_prompt = not self.continue_final_message
+        return variables | {
+            "tools": self.tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError(
+                f"top_logprobs may only be set when logprobs is true, got {self.top_logprobs}", param="top_logprobs"
+            )
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | TokenIds | list[TokenIds]
     add_special_tokens: bool = True
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError(
+                f"echo with logprobs = {self.logprobs} is not served: a prompt has no logprobs here", param="echo"
+            )
+        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry for each answer that is wanted."""
+        """One entry for each prompt."""
         prompt = self.prompt
         if isinstance(prompt, str):
-            return [prompt]
+            return [prompt]  # ``n`` has its own limit
         if not prompt:
             raise InvalidRequestError("prompt must not be empty, it is []", param="prompt")
-        if len(prompt) > MAX_PROMPTS and not isinstance(prompt[0], int):
-            raise InvalidRequestError(f"prompt may hold {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
         several: list[str | list[int]] = []
         ids: list[int] = []
         for entry in prompt:
@@ -108,13 +210,20 @@ class CompletionBody(GenerationBody):
                 ids.append(entry)
             else:
                 several.append(entry)
-        return several or [ids]
+        prompts = several or [ids]
+        if len(prompts) * (self.n or 1) > MAX_ANSWERS:
+            raise InvalidRequestError(
+                f"one request gets {MAX_ANSWERS} answers at most, got {len(prompts)} prompts with n = {self.n or 1}",
+                param="prompt",
+            )
+        return prompts
 
 
 class TokenizeBody(_Body):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
 
@@ -131,10 +240,15 @@ def parse_body(schema: type[Body], data: bytes) -> Body:
     """The request body that ``data`` holds. Raises InvalidRequestError that names field and value."""
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # no JSON, no text, a number of thousands of digits, too deep
         raise InvalidRequestError(f"the request body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise InvalidRequestError(f"the request body must be a JSON object, it is {_json_type(body)}")
+    return parse_fields(schema, body)
+
+
+def parse_fields(schema: type[Body], body: dict[str, Any]) -> Body:
+    """The same for a body that is no text any more. Raises InvalidRequestError that names field and value."""
     try:
         return schema.model_validate(served_fields(body, schema.model_fields))
     except ValidationError as error:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -42,10 +42,11 @@ from router.attempt import Attempt
 from router.attempt_runner import RETRY_S, AttemptRunner, Pair
 from router.ending import reason_to_end
 from router.live_request import LiveRequest, Pulse
-from router.placement import place_pair, place_single
+from router.placement import Decision, place_pair, place_single
 from router.queue import AdmissionQueue
-from router.records import Records
+from router.records import Records, attempt_fields, request_fields
 from router.registry import Registry
+from router.worker import Worker
 from router.worker_link import ClientFactory
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,9 @@ BACKLOG_CHUNKS = 2
 """A prefill worker gets no more while it has this many chunks of work: reserved blocks are idle blocks."""
 
 STOP_TIMEOUT_S = 5.0
+
+PROBE = "ready"
+"""How the ids of the router's own requests begin."""
 
 
 class RouterService:
@@ -89,6 +93,8 @@ class RouterService:
         self._tasks = Tasks()
         self._runner = AttemptRunner(router_id, self._tasks, self._news)
         self._serving: dict[str, asyncio.Task[None]] = {}
+        self._read: dict[str, LiveRequest] = {}
+        """Requests whose answer somebody still reads."""
         self._backlog_tokens = BACKLOG_CHUNKS * chunk_tokens
         self._rng = rng
         self._arrivals = 0
@@ -110,22 +116,30 @@ class RouterService:
         return f"{prefix}-{self._rng.getrandbits(128):032x}"
 
     async def generate(
-        self, request: GenerationRequest, slo: Mapping[str, float] | None = None
+        self, request: GenerationRequest, slo: Mapping[str, float] | None = None, follows: str | None = None
     ) -> AsyncGenerator[AnswerEvent, None]:
         """The tokens of the answer in order, then Finished; or raises the BatonError that ended it.
 
-        ``request`` describes the first attempt; its id is new to this router. Closing the generator
-        cancels the request at whatever stage it is.
+        ``request`` describes the first attempt; its id is new to this router. ``follows``: the id of an
+        earlier request with the same prompt; this one waits until that prompt's KV has been handed over, and
+        shares it. Closing the generator cancels the request at whatever stage it is.
         """
-        live = self._open(request, slo)
+        live = self._open(request, slo, self._read.get(follows) if follows is not None else None)
+        self._read[request.request_id] = live
         try:
             async with aclosing(live.answer.events()) as events:
                 async for event in events:
                     yield event
         finally:
+            del self._read[request.request_id]
             task = self._serving.get(request.request_id)
             if task is not None and not live.answer.ended:
                 task.cancel()
+
+    def end_at(self, request_id: str, num_tokens: int) -> None:
+        """The reader of an answer says that it is complete after ``num_tokens`` tokens; of those that
+        `generate` gave, it drops what is beyond. `generate` then gives Finished."""
+        self._read[request_id].end_at(num_tokens)
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Takes nothing new, gives what is under way ``grace_s`` to end, and fails the rest."""
@@ -142,7 +156,9 @@ class RouterService:
 
     # ── from arrival to end ───────────────────────────────────────────────────────────────────────
 
-    def _open(self, request: GenerationRequest, slo: Mapping[str, float] | None) -> LiveRequest:
+    def _open(
+        self, request: GenerationRequest, slo: Mapping[str, float] | None, leader: LiveRequest | None
+    ) -> LiveRequest:
         if self._stopping:
             raise UnavailableError("the router is stopping", retry_after_s=RETRY_AFTER_S)
         timeout_s = min(request.timeout_s or self.config.timeout_s, self.config.timeout_s)
@@ -157,6 +173,7 @@ class RouterService:
             self.metrics,
             self.pulse,
             slo,
+            leader,
         )
         self.records.open(live.record)
         task = self._tasks.spawn(self._serve(live), f"request {request.request_id}")
@@ -178,7 +195,7 @@ class RouterService:
         except BatonError as raised:
             error = raised
         except Exception as raised:
-            log.exception("request %s failed", live.request.request_id)
+            log.exception("request failed", extra={"request_id": live.request.request_id})
             error = BatonError(f"internal error ({type(raised).__name__})")
         self._close(live, error)
 
@@ -187,6 +204,8 @@ class RouterService:
         if self._serving.pop(live.request.request_id, None) is not None:
             live.close(error)
             self.records.close(live.record)
+            level = logging.DEBUG if live.record.id.startswith(PROBE) else logging.INFO
+            log.log(level, "request %s", live.record.state, extra=request_fields(live.record))
 
     def _cancellation(self) -> BatonError:
         if self._stopping:
@@ -195,7 +214,9 @@ class RouterService:
 
     async def _answer(self, live: LiveRequest) -> None:
         """Attempts until one succeeds; raises what the last one raised."""
-        while True:
+        if live.leader is not None:
+            await live.leader.kv_ready.wait()
+        while live.record.finish_reason is None:
             pair, attempt = await self._placed(live)
             try:
                 await self._runner.run(live, pair, attempt)
@@ -214,7 +235,15 @@ class RouterService:
                 retriable = error.retriable or isinstance(error, RequestCancelledError)
                 if not retriable or live.failures >= self.config.max_attempts:
                     raise
-                log.warning("request %s is placed again: %s", live.request.request_id, error.message)
+                log.warning(
+                    "placed again: %s",
+                    error.message,
+                    extra={
+                        "request_id": live.request.request_id,
+                        "error_code": error.code,
+                        **attempt_fields(live.record),
+                    },
+                )
             finally:
                 self.registry.release_leavers()
 
@@ -257,21 +286,42 @@ class RouterService:
             if missing_s >= self.config.worker_patience_s:
                 raise UnavailableError(live.record.waiting_for, retry_after_s=RETRY_AFTER_S)
             return None
-        hits = registry.index.hits(live.hashes)
         try:
-            if registry.mode == "colocated":
-                decision = place_single(live.demand, registry.ready(Role.BOTH), hits, avoid=live.avoid)
-            else:
-                decision = place_pair(
-                    live.demand,
-                    registry.ready(Role.PREFILL),
-                    registry.ready(Role.DECODE),
-                    hits,
-                    backlog_tokens=self._backlog_tokens,
-                    avoid=live.avoid,
-                )
+            decision = self._decide(live)
         except NoCapacityError as error:
             live.record.waiting_for = error.message
             return None
         prefill = registry.worker(decision.prefill.address) if decision.prefill is not None else None
         return Pair(prefill, registry.worker(decision.decode.address), decision)
+
+    def _decide(self, live: LiveRequest) -> Decision:
+        """Where it goes. A follower goes where its leader's KV is: moving that again would cost a second copy
+        of it, and only workers without room are worth that. Raises NoCapacityError."""
+        hits = self.registry.index.hits(live.hashes)
+        places = live.leader.places if live.leader is not None else []
+        if places:
+            # What the workers tell of their caches may still be on its way; this is known.
+            hits |= dict.fromkeys(places, len(live.hashes) * self.registry.index.unit_tokens)
+            try:
+                return self._place(live, hits, places)
+            except NoCapacityError:
+                pass
+        return self._place(live, hits, [])
+
+    def _place(self, live: LiveRequest, hits: Mapping[str, int], among: Collection[str]) -> Decision:
+        """``among``: the addresses that will do, as far as any of them is ready."""
+
+        def ready(role: Role) -> list[Worker]:
+            workers = self.registry.ready(role)
+            return [worker for worker in workers if worker.address in among] or workers
+
+        if self.registry.mode == "colocated":
+            return place_single(live.demand, ready(Role.BOTH), hits, avoid=live.avoid)
+        return place_pair(
+            live.demand,
+            ready(Role.PREFILL),
+            ready(Role.DECODE),
+            hits,
+            backlog_tokens=self._backlog_tokens,
+            avoid=live.avoid,
+        )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from common.messages import SamplingParams
+from common.messages import LogitBias, SamplingParams
 from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
 from router.schemas import INT63, ChatBody, GenerationBody
 
@@ -83,6 +83,7 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: Limits, seed:
         )
     stop_token_ids = tuple(dict.fromkeys(body.stop_token_ids or ()))
     check_token_ids(stop_token_ids, limits, "stop_token_ids")
+    _check_tools(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequestError("stream_options may only be set when stream is true", param="stream_options")
     defaults = limits.sampling
@@ -95,7 +96,59 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: Limits, seed:
         min_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
         stop_token_ids=stop_token_ids,
+        min_p=_given(body.min_p, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(body, limits),
+        num_logprobs=body.num_logprobs,
     )
+
+
+def prompt_limit(body: GenerationBody, limits: Limits) -> int | None:
+    """To how many tokens a prompt is to be cut; None: not at all. With -1 it leaves room for the answer that
+    is asked for, or for one token."""
+    limit = body.truncate_prompt_tokens
+    if limit == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be -1, or 1 or more, got 0", param="truncate_prompt_tokens"
+        )
+    if limit != -1:
+        return limit
+    capacity = min(limits.max_model_len, limits.max_sequence_tokens or limits.max_model_len)
+    asked = body.max_tokens or (isinstance(body, ChatBody) and body.max_completion_tokens) or 1
+    room = min(capacity - asked, limits.max_prompt_tokens or capacity)
+    return max(1, room)
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(body: GenerationBody, limits: Limits) -> tuple[LogitBias, ...]:
+    biases: dict[int, float] = {}
+    for key, bias in (body.logit_bias or {}).items():
+        if not key.isascii() or not key.isdigit() or len(key) > len(str(INT63)):
+            raise InvalidRequestError(
+                f"logit_bias: a key is a token id in decimal, got {key[:80]!r}", param="logit_bias"
+            )
+        biases[int(key)] = bias
+    check_token_ids([*biases], limits, "logit_bias")
+    return tuple(LogitBias(token, bias) for token, bias in biases.items() if bias)
+
+
+def _check_tools(body: GenerationBody) -> None:
+    """Tools are shown to the model, but what it writes is not taken apart into calls: a client has to know."""
+    if not isinstance(body, ChatBody):
+        return
+    if body.tools and body.tool_choice != "none":
+        raise InvalidRequestError(
+            "tools are only shown to the model, its calls are not parsed: set tool_choice to 'none' if that will do, "
+            f"got {body.tool_choice!r}",
+            param="tool_choice",
+        )
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise InvalidRequestError(f"tool_choice = {str(body.tool_choice)[:80]!r} needs tools", param="tool_choice")
 
 
 def _max_tokens(body: GenerationBody, num_prompt: int, limits: Limits) -> int:

@@ -82,11 +82,11 @@ class WorkerLink:
                 if was_alive:
                     # One that drained has said that it would go.
                     level = logging.DEBUG if self._worker.state is WorkerState.DRAINING else logging.WARNING
-                    log.log(level, "lost worker %s: %s", self._worker.worker_id, error.message)
+                    log.log(level, "lost worker: %s", error.message, extra={"worker_id": self._worker.worker_id})
                 self._disconnected(error)
             except Exception as error:  # the top of this connection: no peer may end the keeping up of it
                 was_alive = self._worker.alive
-                log.exception("the link to %s failed", self._worker.worker_id)
+                log.exception("a link failed", extra={"worker_id": self._worker.worker_id})
                 self._disconnected(WorkerLostError(f"internal error ({type(error).__name__})"))
             finally:
                 # It is no member any more. Its address may be one again: the index is not this link's business now.
@@ -140,7 +140,7 @@ class WorkerLink:
     async def _watch(self, client: WorkerClient) -> None:
         while True:
             await self._follow(client)
-            log.warning("missed an event of %s; watching anew", self._worker.worker_id)
+            log.warning("missed an event; watching anew", extra={"worker_id": self._worker.worker_id})
             await asyncio.sleep(REWATCH_S)
 
     async def _follow(self, client: WorkerClient) -> None:

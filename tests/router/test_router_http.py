@@ -11,8 +11,9 @@ from common.config import RouterConfig
 from common.errors import EngineError
 from common.messages import Role
 from router.fakes import fake_answer
+from tests.both_ways import events_of
 from tests.router.fleet import until
-from tests.router.gateway import ByteTokenizer, answer_to, chat, events_of, http
+from tests.router.gateway import ByteTokenizer, answer_to, chat, http
 
 # ── OpenAI's endpoints ────────────────────────────────────────────────────────────────────────────
 
@@ -112,12 +113,35 @@ async def test_sampling_reaches_the_workers() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"n": 2}, "n", "n = 2 is not served yet"),
-        ({"logprobs": True}, "logprobs", "logprobs = True is not served yet"),
-        ({"stop": ["x"]}, "stop", "stop = ['x'] is not served yet"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not served yet"),
+        ({"n": 0}, "n", "greater than or equal to 1, got 0"),
+        ({"n": 257}, "n", "less than or equal to 256, got 257"),
+        ({"logprobs": 5}, "logprobs", "valid boolean, got 5"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20, got 21"),
+        ({"top_logprobs": 3}, "top_logprobs", "only be set when logprobs is true, got 3"),
+        ({"stop": ["x"] * 3 + [str(i) for i in range(16)]}, "stop", "stop may hold 16 strings, got 17"),
+        ({"stop": ["x", ""]}, "stop", "1 to 1024 characters, got one of 0"),
+        ({"stop": ["x" * 1025]}, "stop", "1 to 1024 characters, got one of 1025"),
+        ({"stop": 5}, "stop", "valid string, got 5"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty", "less than or equal to 2, got 2.1"),
+        ({"presence_penalty": -2.1}, "presence_penalty", "greater than or equal to -2, got -2.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0, got 0"),
+        ({"min_p": 1.5}, "min_p", "less than or equal to 1, got 1.5"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100, got 101"),
+        ({"logit_bias": {"seven": 1}}, "logit_bias", "a key is a token id in decimal, got 'seven'"),
+        ({"logit_bias": {"256": 1}}, "logit_bias", "token id 256 is out of range"),
+        ({"logit_bias": {"1" * 400: 1}}, "logit_bias", "a key is a token id in decimal"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or 1 or more, got 0"),
+        ({"truncate_prompt_tokens": 5, "truncation_side": "middle"}, "truncation_side", "got 'middle'"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not hold 'messages'"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "only one of them may be true",
+        ),
+        ({"echo": True}, "echo", "echo = True is not served yet"),
+        ({"tools": [{"type": "function"}]}, "tool_choice", "its calls are not parsed"),
+        ({"tool_choice": "required"}, "tool_choice", "'required' needs tools"),
         ({"guided_json": {}}, "guided_json", "not served yet"),
-        ({"tools": [{"type": "function"}]}, "tools", "not served yet"),
         ({"temprature": 0}, "temprature", "nearest known one is 'temperature'"),
         ({"temperature": 2.5}, "temperature", "less than or equal to 2, got 2.5"),
         ({"temperature": "1"}, "temperature", "valid number, got '1'"),
@@ -185,6 +209,8 @@ async def test_pool_limit_is_named() -> None:
         (b"[]", "must be a JSON object, it is an array"),
         (b'{"temperature": NaN}', "NaN is no JSON number"),
         (b"\xff\xfe", "not JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "not JSON"),
+        (b'{"a":' * 20_000, "not JSON"),
         (b"{}", "is required"),
         (b'{"model": "fake", "prompt": ""}', "must not be empty"),
         (b'{"model": "fake", "prompt": []}', "must not be empty"),

@@ -16,8 +16,9 @@ from common.errors import ConfigError
 from common.messages import Role
 from router.fakes import FakeFleet, FakeWorker, fake_answer
 from router.process import RunningRouter, run_router
+from tests.both_ways import events_of
 from tests.router.fleet import until
-from tests.router.gateway import ByteTokenizer, answer_to, chat, events_of
+from tests.router.gateway import ByteTokenizer, answer_to, chat
 
 
 @asynccontextmanager
@@ -60,7 +61,7 @@ async def test_openai_client() -> None:
         completion = await client.completions.create(model="fake", prompt=[1, 2], max_tokens=3)
         assert completion.choices[0].text == bytes(fake_answer([1, 2], 3)).decode()
         with pytest.raises(openai.BadRequestError, match="not served yet"):
-            await client.chat.completions.create(model="fake", messages=messages, n=2)
+            await client.chat.completions.create(model="fake", messages=messages, modalities=["audio"])
         assert [model.id async for model in client.models.list()] == ["fake"]
 
 
