@@ -26,7 +26,7 @@ test: $(STAMP)  ## unit and end-to-end tests, without the slow ones
 	$(BIN)/python -m pytest -q -m 'not slow and not gpu' $(ARGS)
 
 test-unit: $(STAMP)  ## tests without real processes
-	$(BIN)/python -m pytest -q -m 'not e2e and not slow and not gpu' $(ARGS)
+	$(BIN)/python -m pytest -q -n auto -m 'not e2e and not slow and not gpu' $(ARGS)
 
 test-slow: $(STAMP)  ## the tests that are too long for every change
 	$(BIN)/python -m pytest -q -m 'slow and not gpu' $(ARGS)
