@@ -29,14 +29,13 @@ from tests.e2e.asking import (
     random_text_ids,
     receive,
 )
+from tests.e2e.conftest import CHUNK as WIDE_CHUNK
+from tests.e2e.conftest import CONTEXT_LIMIT
 from tests.e2e.fleet import Fleet, Process, fleet
 
 BLOCK = 16
 BLOCK_BYTES = 30 * 2 * BLOCK * 3 * 64 * 4  # layers × (K, V) × tokens × heads × dim × float32
 INVARIANT = "engine.batch_invariant=true"
-
-CONTEXT_LIMIT = 512
-WIDE_CHUNK = 64
 
 NARROW_CHUNK = 32
 PREFILL_POOL_TOKENS = 15 * BLOCK
@@ -51,11 +50,9 @@ MARGIN_S = 5.0
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-@pytest.fixture(scope="module")
-def wide() -> Iterator[Fleet]:
-    sets = [INVARIANT, f"prefill.chunk_tokens={WIDE_CHUNK}", f"model.max_model_len={CONTEXT_LIMIT}"]
-    with fleet(sets=sets) as running:
-        yield running
+@pytest.fixture
+def wide(shared_fleet: Fleet) -> Fleet:
+    return shared_fleet
 
 
 @pytest.fixture(scope="module")
@@ -269,7 +266,7 @@ def test_r13_prompts_just_beyond_a_chunk(wide: Fleet, narrow: Fleet) -> None:
     lengths = {
         length for chunk in (NARROW_CHUNK, WIDE_CHUNK) for length in (chunk - 1, chunk, chunk + 1, 2 * chunk + 1)
     }
-    asked = [Prompt(random_text_ids(130 + length, length), 3) for length in sorted(lengths)]
+    asked = [uncached(Prompt(random_text_ids(130 + length, length), 3), "r13") for length in sorted(lengths)]
     in_small_chunks = ask_all(narrow, asked, concurrency=len(asked))
     in_large_chunks = ask_all(wide, asked, concurrency=1, streaming=True)
     for small, large in zip(in_small_chunks, in_large_chunks, strict=True):
