@@ -40,7 +40,8 @@ class TokenLogprob(TopLogprob):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer. ``finish_reason``: "stop" or "length"."""
+    """One answer. ``finish_reason``: "stop" or "length". ``prompt_logprobs`` (with ``echo`` and ``logprobs``)
+    are those of the prompt's tokens from the second one on."""
 
     index: int
     text: str
@@ -48,6 +49,7 @@ class Choice:
     finish_reason: str
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,7 @@ class Chunk:
     request_id: str = ""
     model: str = ""
     prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,7 @@ def chunk(message: pb.GenerateChunk) -> Chunk:
         message.request_id,
         message.model,
         tuple(message.prompt_token_ids),
+        tuple(map(_logprob, message.prompt_logprobs)),
     )
 
 
@@ -146,6 +150,7 @@ def _choice(message: pb.Choice) -> Choice:
         _reason(message.finish_reason),
         tuple(map(_logprob, message.logprobs)),
         tuple(message.prompt_token_ids),
+        tuple(map(_logprob, message.prompt_logprobs)),
     )
 
 

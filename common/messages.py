@@ -70,7 +70,7 @@ class SamplingParams:
     ``min_tokens``: end tokens are masked until that many tokens were generated.
     ``ignore_eos``: an end token may be sampled, and generation goes on.
     ``num_logprobs``: with each token comes its log probability, and those of so many likeliest tokens;
-    None: neither.
+    None: neither. ``score_prompt``: the prompt's tokens get the same, but for the first, which follows nothing.
     """
 
     max_tokens: int
@@ -88,6 +88,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: tuple[LogitBias, ...] = ()
     num_logprobs: int | None = None
+    score_prompt: bool = False
 
     @property
     def penalizes(self) -> bool:
@@ -184,7 +185,7 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """New tokens of one attempt: ``tokens[i]`` has index ``first_index + i``, and ``logprobs[i]`` where
-    they are wanted."""
+    they are wanted; ``prompt_logprobs`` come with the first one, from a worker that computed the prompt."""
 
     request_id: str
     attempt: int
@@ -192,6 +193,7 @@ class TokenDelta:
     tokens: tuple[int, ...]
     finish: Finish | None = None
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +311,10 @@ class HandoffReceipt:
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
-    """From a prefill worker to the router, as soon as it is sampled (KV may still be under way)."""
+    """From a prefill worker to the router, as soon as it is sampled (KV may still be under way).
+
+    ``prompt_logprobs[i]`` belongs to prompt token i + 1, where they are wanted.
+    """
 
     request_id: str
     attempt: int
@@ -320,6 +325,7 @@ class FirstToken:
     queue_s: float = 0.0
     prefill_s: float = 0.0
     logprobs: Logprobs | None = None
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

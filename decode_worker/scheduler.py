@@ -75,7 +75,8 @@ class DecodeScheduler:
 
     def submit(self, sequence: Sequence, now: float) -> None:
         """Takes a sequence whose context is computed here. Raises NoCapacityError."""
-        shared = self._pool.match(sequence.tokens, sequence.root, sequence.num_context - 1)
+        most = 0 if sequence.is_scoring else sequence.num_context - 1
+        shared = self._pool.match(sequence.tokens, sequence.root, most)
         self._hold(sequence, shared, now)
         self._start(sequence, len(shared), now)
         sequence.context = ContextTokens(
@@ -135,6 +136,8 @@ class DecodeScheduler:
                     sequence.request.sampling if count == remaining else None,
                     sequence.mask_end_tokens,
                     sequence.sampling_state,
+                    sequence.targets(start, count),
+                    sequence.request.sampling.num_logprobs or 0,
                 )
             )
         if not steps:
@@ -154,6 +157,7 @@ class DecodeScheduler:
                 self._drop(sequence)
                 continue
             sequence.num_computed += len(step.token_ids)
+            sequence.prompt_logprobs.extend(result.target_logprobs)
             self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
             if result.token is None:
                 continue
@@ -203,7 +207,8 @@ class DecodeScheduler:
         """Preempted sequences start again, in their order, as soon as their blocks are there."""
         while self._preempted:
             sequence = next(iter(self._preempted.values()))
-            shared = self._pool.match(sequence.tokens, sequence.root, len(sequence.tokens) - 1)
+            most = 0 if sequence.is_scoring else len(sequence.tokens) - 1
+            shared = self._pool.match(sequence.tokens, sequence.root, most)
             needed = self._pool.blocks_for(len(sequence.tokens)) - len(shared)
             spare = self._spare_blocks if self._running else 0
             if not self._pool.can_allocate(needed, shared, spare):
@@ -232,6 +237,8 @@ class DecodeScheduler:
         self._pool.release(sequence.key)
         sequence.block_ids = []
         sequence.num_computed = 0
+        if sequence.is_scoring:
+            sequence.prompt_logprobs.clear()
         sequence.preemptions += 1
         self.preemptions += 1
         self._preempted = {sequence.key: sequence, **self._preempted}

@@ -22,6 +22,7 @@ class _Pending:
     tokens: list[int] = field(default_factory=list)
     finish: Finish | None = None
     logprobs: list[Logprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class RouterStream:
@@ -40,9 +41,10 @@ class RouterStream:
         tokens: Sequence[int] = (),
         finish: Finish | None = None,
         logprobs: Logprobs | None = None,
+        prompt_logprobs: Sequence[Logprobs] = (),
     ) -> None:
         """The next tokens of an attempt (the first of them has ``index``), its end, or both; ``logprobs`` are
-        those of a single token."""
+        those of a single token, ``prompt_logprobs`` come with the first."""
         if self._closed:
             return
         key = (request.request_id, request.attempt)
@@ -53,6 +55,8 @@ class RouterStream:
         pending.finish = finish
         if logprobs is not None:
             pending.logprobs.append(logprobs)
+        if prompt_logprobs:
+            pending.prompt_logprobs = tuple(prompt_logprobs)
         self._ready.set()
 
     def close(self) -> None:
@@ -68,7 +72,7 @@ class RouterStream:
                 pending, self._pending = self._pending, {}
                 yield TokenBatch(
                     tuple(
-                        TokenDelta(*key, p.first_index, tuple(p.tokens), p.finish, tuple(p.logprobs))
+                        TokenDelta(*key, p.first_index, tuple(p.tokens), p.finish, tuple(p.logprobs), p.prompt_logprobs)
                         for key, p in pending.items()
                     )
                 )

@@ -271,7 +271,8 @@ class DecodeWorker:
             decode_s=now - joined,
             prefill_context=attempt.prefill_context,
         )
-        attempt.stream.put(sequence.request, index, tokens, finish, logprobs)
+        prompt_logprobs = sequence.prompt_logprobs if index == 0 and tokens else ()
+        attempt.stream.put(sequence.request, index, tokens, finish, logprobs, prompt_logprobs)
         self._life.note_open(len(self._attempts))
         self._reporter.changed()
 
@@ -330,7 +331,9 @@ class DecodeWorker:
         if output.finish is not None:
             self._finish(attempt, output.finish, index=output.index, tokens=(output.token,), logprobs=output.logprobs)
             return
-        attempt.stream.put(output.sequence.request, output.index, (output.token,), None, output.logprobs)
+        sequence = output.sequence
+        prompt_logprobs = sequence.prompt_logprobs if output.index == 0 else ()
+        attempt.stream.put(sequence.request, output.index, (output.token,), None, output.logprobs, prompt_logprobs)
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler

@@ -97,7 +97,11 @@ def build_batch(steps: Sequence[tuple[int, SequenceStep]], block_size: int, devi
         slots=tensor(np.concatenate(slots)),
         unfilled=tensor(unfilled),
         logit_rows=tensor(
-            [span.first + span.count - 1 for span, (_, step) in zip(spans, ordered, strict=True) if step.sampling]
+            [
+                row
+                for span, (_, step) in zip(spans, ordered, strict=True)
+                for row in range(span.first + span.count - step.num_logit_rows, span.first + span.count)
+            ]
         ),
         spans=tuple(spans),
         order=tuple(place for place, _ in ordered),

@@ -25,7 +25,8 @@ class SequenceStep:
     are read from ``block_ids`` (pool blocks of the sequence, in order, enough for all tokens up to
     and including the new ones). ``sampling`` is set when the token after the last new one is wanted:
     its position is ``start + len(token_ids)``. ``mask_end_tokens``: end tokens may not be chosen.
-    ``sampling_state``: where ``sampling`` has penalties or biases.
+    ``sampling_state``: where ``sampling`` has penalties or biases. ``targets[i]``: the known token after
+    ``token_ids[i]``, for steps whose tokens are to be scored (``num_logprobs`` of the likeliest each).
     """
 
     sequence_id: str
@@ -35,6 +36,13 @@ class SequenceStep:
     sampling: SamplingParams | None = None
     mask_end_tokens: bool = False
     sampling_state: SamplingState | None = None
+    targets: Sequence[int] = ()
+    num_logprobs: int = 0
+
+    @property
+    def num_logit_rows(self) -> int:
+        """The logits of so many of its tokens are wanted: of its last, or of all."""
+        return len(self.targets) + (self.sampling is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,8 @@ class StepPlan:
 class StepResult:
     """What a step gave one sequence: the sampled token, or why there is none.
 
-    ``token`` is None when none was wanted; ``logprobs`` comes with it where they are wanted.
+    ``token`` is None when none was wanted; ``logprobs`` comes with it where they are wanted;
+    ``target_logprobs`` are those of the step's ``targets``.
     ``error_code``/``error_message``: this sequence failed
     (say, logits that are not finite); its neighbours did not.
     """
@@ -62,6 +71,7 @@ class StepResult:
     error_code: str = ""
     error_message: str = ""
     logprobs: Logprobs | None = None
+    target_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,11 +19,11 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import EngineError, InvalidRequestError
-from common.messages import KVLayout, SamplingParams
+from common.messages import KVLayout, Logprobs, SamplingParams
 from engine.batch import build_batch
 from engine.loading import LoadedModel, load_model
 from engine.plan import LayerHook, SequenceStep, StepOutput, StepPlan, StepResult
-from engine.sampler import RowSampling, Sampler
+from engine.sampler import RowSampling, Sampler, score, select_rows
 
 Progress = Callable[[str], None]
 """Called on the event loop with what loading is doing now, for people to read."""
@@ -125,14 +126,23 @@ class ModelRunner:
         notice.finish()
         wanted: list[int] = []
         rows: list[RowSampling] = []
+        sampled: list[int] = []
+        scores: dict[int, tuple[Logprobs, ...]] = {}
+        row = 0
         for place in batch.order:
             step = plan.steps[place]
+            if step.targets:
+                scores[place] = score(logits[row : row + len(step.targets)], step.targets, step.num_logprobs)
+            row += step.num_logit_rows
             if step.sampling is not None:
                 wanted.append(place)
+                sampled.append(row - 1)
                 position = step.start + len(step.token_ids)
                 rows.append(RowSampling(step.sampling, position, step.mask_end_tokens, step.sampling_state))
-        for place, result in zip(wanted, self._sampler.sample(logits, rows), strict=True):
+        for place, result in zip(wanted, self._sampler.sample(select_rows(logits, sampled), rows), strict=True):
             results[place] = result
+        for place, told in scores.items():
+            results[place] = replace(results[place] or StepResult(), target_logprobs=told)
 
     def _refusal(self, step: SequenceStep) -> StepResult | None:
         """Why ``step`` cannot be run, or None. What is wrong with one sequence must not fail others."""

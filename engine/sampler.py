@@ -27,6 +27,8 @@ from engine.sampling_state import SamplingState
 _NUCLEUS_TOKENS = 1024
 """How many of the likeliest tokens are sorted first when looking for a nucleus; most fit."""
 
+_SCORED_ROWS = 64
+
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
@@ -66,10 +68,10 @@ class Sampler:
         greedy = [i for i, row in enumerate(rows) if row.greedy]
         drawn = [i for i, row in enumerate(rows) if not row.greedy]
         if greedy:
-            tokens[greedy] = _select(logits, greedy).argmax(-1).cpu().numpy()
+            tokens[greedy] = select_rows(logits, greedy).argmax(-1).cpu().numpy()
         if drawn:
             wishes = [rows[i] for i in drawn]
-            tokens[drawn] = _draw(_distribution(_select(logits, drawn), wishes), wishes)
+            tokens[drawn] = _draw(_distribution(select_rows(logits, drawn), wishes), wishes)
         logprobs = told.logprobs(tokens) if told is not None else {}
         return [
             _nonfinite(rows[i]) if bad else StepResult(token, logprobs=logprobs.get(i))
@@ -108,6 +110,19 @@ class _Told:
         chosen = torch.from_numpy(tokens[self._rows]).to(self._logprobs.device)
         values = self._logprobs.gather(1, chosen[:, None])[:, 0].tolist()
         return {row: Logprobs(value, top) for row, value, top in zip(self._rows, values, self._top, strict=True)}
+
+
+def score(logits: torch.Tensor, tokens: Sequence[int], num_logprobs: int) -> tuple[Logprobs, ...]:
+    """What the model thought of ``tokens[i]`` where ``logits[i]`` [V] were its logits. In slices, so that a long
+    prompt needs no second copy of its logits in double precision."""
+    told: list[Logprobs] = []
+    for start in range(0, len(tokens), _SCORED_ROWS):
+        rows = slice(start, start + _SCORED_ROWS)
+        logprobs = torch.log_softmax(logits[rows].double(), dim=-1)
+        chosen = torch.tensor(tokens[rows], device=logits.device)
+        values = logprobs.gather(1, chosen[:, None])[:, 0].tolist()
+        told.extend(map(Logprobs, values, _likeliest(logprobs, [num_logprobs] * len(values))))
+    return tuple(told)
 
 
 def _likeliest(logprobs: torch.Tensor, wanted: list[int]) -> list[tuple[TokenLogprob, ...]]:
@@ -159,11 +174,11 @@ def _penalize(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
     logits[where, which] = values
 
 
-def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def select_rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     """The given rows; the logits themselves, not a copy, when that is all of them."""
     if len(rows) == len(logits):
         return logits
-    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+    return logits.index_select(0, torch.tensor(rows, dtype=torch.long, device=logits.device))
 
 
 def _distribution(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Sequence:
         "num_computed",
         "num_context",
         "preemptions",
+        "prompt_logprobs",
         "request",
         "root",
         "sampling_state",
@@ -40,6 +41,8 @@ class Sequence:
         self.key = request.key
         self.tokens: list[int] = [*request.prompt, *request.generated]
         self.num_context = len(self.tokens)
+        self.prompt_logprobs: list[Logprobs] = []
+        """What the model thought of the prompt's tokens so far, from the second one on."""
         self.sampling_state = SamplingState.of(request.sampling, request.prompt, request.generated)
         self.num_computed = 0
         self.block_ids: list[int] = []
@@ -59,6 +62,21 @@ class Sequence:
         self.tokens.append(token)
         if self.sampling_state is not None:
             self.sampling_state.add(token)
+
+    @property
+    def is_scoring(self) -> bool:
+        """Prompt tokens are still to be scored here: all of them have to be computed, whatever is cached. One
+        that goes on with accepted tokens has been scored before."""
+        request = self.request
+        return (
+            request.sampling.score_prompt
+            and not request.generated
+            and len(self.prompt_logprobs) < len(request.prompt) - 1
+        )
+
+    def targets(self, start: int, count: int) -> list[int]:
+        """The known tokens after those of a step, as far as it is to score them."""
+        return self.tokens[start + 1 : start + count + 1] if self.is_scoring else []
 
     @property
     def num_remaining(self) -> int:

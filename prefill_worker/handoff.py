@@ -143,6 +143,7 @@ class Handoff:
                 queue_s=sequence.started_at - sequence.arrival,
                 prefill_s=now - sequence.started_at,
                 logprobs=output.logprobs,
+                prompt_logprobs=tuple(sequence.prompt_logprobs),
             )
         )
 

@@ -78,6 +78,8 @@ class PrefillScheduler:
                     sequence.request.sampling if last else None,
                     sequence.mask_end_tokens,
                     sequence.sampling_state,
+                    sequence.targets(start, count),
+                    sequence.request.sampling.num_logprobs or 0,
                 )
             )
         if not steps:
@@ -97,6 +99,7 @@ class PrefillScheduler:
                 self._drop(sequence)
                 continue
             sequence.num_computed += len(step.token_ids)
+            sequence.prompt_logprobs.extend(result.target_logprobs)
             self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
             if result.token is None:
                 continue
@@ -128,7 +131,8 @@ class PrefillScheduler:
         while self._waiting and len(self._running) < self._max_sequences:
             sequence = next(iter(self._waiting.values()))
             # The last token is always computed: its logits are the first token.
-            shared = self._pool.match(sequence.tokens, sequence.root, sequence.num_context - 1)
+            most = 0 if sequence.is_scoring else sequence.num_context - 1
+            shared = self._pool.match(sequence.tokens, sequence.root, most)
             needed = self._pool.blocks_for(sequence.num_context) - len(shared)
             holding = self._pool.allocate(sequence.key, needed, BlockState.RUNNING, now, shared)
             if holding is None:

@@ -28,11 +28,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """``tokens[i]`` has index ``first_index + i``, and ``logprobs[i]`` where they are wanted."""
+    """``tokens[i]`` has index ``first_index + i``, and ``logprobs[i]`` where they are wanted; with the first
+    tokens come the ``prompt_logprobs``."""
 
     first_index: int
     tokens: tuple[int, ...]
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +49,12 @@ AnswerEvent = NewTokens | Finished
 
 
 class Answer:
-    """The tokens of one request so far; ``wants_logprobs``: a token without its logprobs is not accepted."""
+    """The tokens of one request so far; ``wants_logprobs``: a token without its logprobs is not accepted.
+    ``num_prompt_logprobs``: so many come of the prompt's tokens, and before them nothing is read."""
 
-    def __init__(self, wants_logprobs: bool = False) -> None:
+    def __init__(self, wants_logprobs: bool = False, num_prompt_logprobs: int = 0) -> None:
+        self.prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._num_prompt_logprobs = num_prompt_logprobs
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self._wants_logprobs = wants_logprobs
@@ -67,6 +72,23 @@ class Answer:
     def complete(self) -> bool:
         """It ended, and well."""
         return self._finished is not None
+
+    @property
+    def lacks_prompt(self) -> bool:
+        """What is told of the prompt has not come yet."""
+        return len(self.prompt_logprobs) < self._num_prompt_logprobs
+
+    def accept_prompt(self, logprobs: Sequence[Logprobs]) -> None:
+        """What the model thought of the prompt's tokens; only the first word counts."""
+        if self.lacks_prompt and len(logprobs) == self._num_prompt_logprobs:
+            self.prompt_logprobs = tuple(logprobs)
+            self._changed.set()
+
+    def restart(self) -> None:
+        """Forgets tokens that nobody can have read, since what is told of the prompt was lost with a worker."""
+        if self.lacks_prompt:
+            self.tokens.clear()
+            self.logprobs.clear()
 
     def expect_twice(self, index: int) -> None:
         """Token ``index`` comes from two workers (the prefill worker, and with the handoff the decode
@@ -135,10 +157,11 @@ class Answer:
         """All tokens from index 0, then Finished, or the error raised. Its writer owns the deadline."""
         num_read = 0
         while True:
-            if num_read < len(self.tokens):
+            if num_read < len(self.tokens) and not self.lacks_prompt:
                 first_index, num_read = num_read, len(self.tokens)
                 new = slice(first_index, num_read)
-                yield NewTokens(first_index, tuple(self.tokens[new]), tuple(self.logprobs[new]))
+                told = self.prompt_logprobs if first_index == 0 else ()
+                yield NewTokens(first_index, tuple(self.tokens[new]), tuple(self.logprobs[new]), told)
             elif self._finished is not None:
                 yield self._finished
                 return

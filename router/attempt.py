@@ -19,12 +19,14 @@ AttemptKey = tuple[str, int]
 """(request id, attempt number)."""
 
 
-class Attempt:
-    """``accept(first_index, tokens, logprobs)`` takes tokens, and raises a BatonError when they do not fit."""
+Accept = Callable[[int, Sequence[int], Sequence[Logprobs], Sequence[Logprobs]], None]
+"""(index of the first, tokens, their logprobs, the prompt's logprobs)."""
 
-    def __init__(
-        self, request: GenerationRequest, accept: Callable[[int, Sequence[int], Sequence[Logprobs]], None]
-    ) -> None:
+
+class Attempt:
+    """``accept`` takes tokens, and raises a BatonError when they do not fit."""
+
+    def __init__(self, request: GenerationRequest, accept: Accept) -> None:
         self.request = request
         self.key: AttemptKey = (request.request_id, request.attempt)
         self.decoding = False
@@ -45,7 +47,7 @@ class Attempt:
         self.decoding = True
         try:
             if delta.tokens:
-                self._accept(delta.first_index, delta.tokens, delta.logprobs)
+                self._accept(delta.first_index, delta.tokens, delta.logprobs, delta.prompt_logprobs)
         except BatonError as error:
             self.fail(error, address)
             return

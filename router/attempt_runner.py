@@ -91,6 +91,10 @@ class AttemptRunner:
                 leg = self._tasks.spawn(self._prefill(live, pair.prefill, attempt, ticket), f"prefill {attempt.key}")
             finish = await attempt.outcome
             held = False
+            if live.answer.lacks_prompt and leg is not None:
+                await asyncio.wait([leg], timeout=SETTLE_TIMEOUT_S)
+            if live.answer.lacks_prompt:
+                raise HandoffError("the prompt's logprobs were lost with the prefill worker")
             live.settle(finish, colocated=pair.prefill is None)
             if leg is not None:
                 await asyncio.wait([leg], timeout=SETTLE_TIMEOUT_S)

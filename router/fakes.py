@@ -184,6 +184,13 @@ class FakeWorker:
         token = self.script[index] if index < len(self.script) else fake_token(request.prompt, index)
         return token, fake_logprobs(token, index, request.sampling.num_logprobs)
 
+    def prompt_logprobs(self, request: GenerationRequest) -> tuple[Logprobs, ...]:
+        """What is told of the prompt, by a worker that computes it for the first time."""
+        if not request.sampling.score_prompt or request.generated:
+            return ()
+        told = (fake_logprobs(t, i, request.sampling.num_logprobs) for i, t in enumerate(request.prompt[1:]))
+        return tuple(entry for entry in told if entry is not None)
+
     def release(self, key: str) -> None:
         job = self._jobs.pop(key, None)
         if job is not None:
@@ -242,7 +249,9 @@ class FakeWorker:
                 continue
             finish = Finish(FinishReason.LENGTH, context) if index == last else None
             token, told = self.token(request, index)
-            delta = TokenDelta(*name, index, (token,), finish, () if told is None else (told,))
+            logprobs = () if told is None else (told,)
+            prompt = self.prompt_logprobs(request) if index == 0 else ()
+            delta = TokenDelta(*name, index, (token,), finish, logprobs, prompt)
             if index != self.skip_index:
                 if self.repeat_tokens or self.die_unheard:
                     deltas.put_nowait(replace(delta, finish=None))
@@ -319,6 +328,7 @@ class FakePrefillClient(_Client):
                 FinishReason.LENGTH if last else None,
                 prefill_s=worker.step_s,
                 logprobs=told,
+                prompt_logprobs=worker.prompt_logprobs(request),
             )
             await worker.answer()
             decode = self.fleet.workers[ticket.worker_id]

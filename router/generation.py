@@ -72,6 +72,7 @@ class GatewayGeneration:
                     piece.finished.reason.value if piece.finished is not None else None,
                     _usage(total_usage(jobs, usages)) if len(usages) == len(jobs) else None,
                     jobs[piece.index].request.prompt if first and with_prompt else (),
+                    tuple(map(self._chosen, jobs[piece.index].request.prompt[1:], piece.prompt_logprobs)),
                 )
 
     async def tokenize(self, fields: Fields) -> TokenizedText:

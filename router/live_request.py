@@ -54,7 +54,8 @@ class LiveRequest:
         self.hashes = hashes
         self.arrival = arrival
         self.timeout = asyncio.timeout_at(deadline)
-        self.answer = Answer(request.sampling.num_logprobs is not None)
+        num_scored = len(request.prompt) - 1 if request.sampling.score_prompt else 0
+        self.answer = Answer(request.sampling.num_logprobs is not None, num_scored)
         self.leader = leader
         self.kv_ready = asyncio.Event()
         """The prompt's KV is where it decodes, or will never be: its followers need not wait any more."""
@@ -120,14 +121,23 @@ class LiveRequest:
 
     def fail_attempt(self, error: BatonError, culprits: Sequence[str]) -> None:
         self.record.attempts[-1].outcome = error.code
+        self.answer.restart()
+        self.record.emitted = len(self.answer.tokens)
         self.failures += 1
         self.reason = error.code
         self.avoid = (*self.avoid, *culprits)
 
     # ── what an attempt brings ────────────────────────────────────────────────────────────────────
 
-    def accept(self, first_index: int, tokens: Sequence[int], logprobs: Sequence[Logprobs] = ()) -> None:
+    def accept(
+        self,
+        first_index: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[Logprobs] = (),
+        prompt_logprobs: Sequence[Logprobs] = (),
+    ) -> None:
         """Tokens from whichever worker. Raises HandoffError when they do not continue the answer."""
+        self.answer.accept_prompt(prompt_logprobs)
         num_new = self.answer.accept(first_index, tokens, logprobs)
         if not num_new:
             return
@@ -151,7 +161,8 @@ class LiveRequest:
         record = self.record
         record.prefill_context = event.context
         record.prefill_s = event.queue_s + event.prefill_s
-        self.accept(event.index, (event.token,), () if event.logprobs is None else (event.logprobs,))
+        logprobs = () if event.logprobs is None else (event.logprobs,)
+        self.accept(event.index, (event.token,), logprobs, event.prompt_logprobs)
         if event.finish is not None:
             self.finish(event.finish)
 

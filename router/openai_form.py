@@ -63,6 +63,7 @@ async def whole_response(form: Form, jobs: Sequence[Job], source: AsyncGenerator
     texts: list[list[str]] = [[] for _ in jobs]
     token_ids: list[list[int]] = [[] for _ in jobs]
     logprobs: list[list[Logprobs]] = [[] for _ in jobs]
+    prompts: list[Sequence[Logprobs] | None] = [() if job.request.sampling.score_prompt else None for job in jobs]
     reasons = ["" for _ in jobs]
     usages: dict[int, Usage] = {}
     async with aclosing(source) as arrived:
@@ -70,6 +71,8 @@ async def whole_response(form: Form, jobs: Sequence[Job], source: AsyncGenerator
             texts[piece.index].append(piece.text)
             token_ids[piece.index].extend(piece.token_ids)
             logprobs[piece.index].extend(piece.logprobs)
+            if piece.prompt_logprobs:
+                prompts[piece.index] = piece.prompt_logprobs
             if piece.finished is not None:
                 reasons[piece.index] = piece.finished.reason.value
                 usages[piece.index] = piece.finished.usage
@@ -78,7 +81,7 @@ async def whole_response(form: Form, jobs: Sequence[Job], source: AsyncGenerator
         text = "".join(texts[index])
         choice: dict[str, Any] = {"index": index}
         choice |= {"message": {"role": "assistant", "content": text, "refusal": None}} if form.chat else {"text": text}
-        told = _logprobs(form, job, token_ids[index], logprobs[index])
+        told = _logprobs(form, job, token_ids[index], logprobs[index], prompts[index])
         choice |= {"logprobs": told, "finish_reason": reasons[index]}
         if form.return_token_ids:
             choice |= {"token_ids": token_ids[index], "prompt_token_ids": list(job.request.prompt)}
@@ -142,7 +145,8 @@ def _chunk_choice(form: Form, job: Job, piece: Piece, first: bool, offset: int) 
         choice["delta"] = delta
     else:
         choice["text"] = piece.text
-    choice["logprobs"] = _logprobs(form, job, piece.token_ids, piece.logprobs, offset)
+    prompt = piece.prompt_logprobs if first and job.request.sampling.score_prompt else None
+    choice["logprobs"] = _logprobs(form, job, piece.token_ids, piece.logprobs, prompt, offset)
     choice["finish_reason"] = piece.finished.reason.value if piece.finished is not None else None
     if form.return_token_ids:
         choice["token_ids"] = list(piece.token_ids)
@@ -152,14 +156,24 @@ def _chunk_choice(form: Form, job: Job, piece: Piece, first: bool, offset: int) 
 
 
 def _logprobs(
-    form: Form, job: Job, token_ids: Sequence[int], logprobs: Sequence[Logprobs], offset: int = 0
+    form: Form,
+    job: Job,
+    token_ids: Sequence[int],
+    logprobs: Sequence[Logprobs],
+    prompt: Sequence[Logprobs] | None,
+    offset: int = 0,
 ) -> dict[str, Any] | None:
     """The log probabilities of some tokens as the endpoint tells them; None where they are not wanted, or
-    there are no tokens. ``offset``: where the first token's text begins, for completions."""
+    there are no tokens. ``prompt``: the prompt's come first, those of its first token are null; ``offset``:
+    where the first token's text begins. Both are for completions."""
     if job.request.sampling.num_logprobs is None or not token_ids:
         return None
     if form.chat:
         return {"content": [_chat_entry(form.tokenizer, *pair) for pair in zip(token_ids, logprobs, strict=True)]}
+    entries: list[Logprobs | None] = [*logprobs]
+    if prompt is not None:
+        token_ids = [*job.request.prompt, *token_ids]
+        entries = [None, *prompt, *logprobs]
     tokens = [form.tokenizer.token_text(token) for token in token_ids]
     offsets = []
     for token in tokens:
@@ -168,8 +182,8 @@ def _logprobs(
     wants_top = job.request.sampling.num_logprobs > 0
     return {
         "tokens": tokens,
-        "token_logprobs": [entry.logprob for entry in logprobs],
-        "top_logprobs": [_by_text(form.tokenizer, entry) for entry in logprobs] if wants_top else None,
+        "token_logprobs": [entry and entry.logprob for entry in entries],
+        "top_logprobs": [entry and _by_text(form.tokenizer, entry) for entry in entries] if wants_top else None,
         "text_offset": offsets,
     }
 

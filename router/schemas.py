@@ -190,10 +190,6 @@ class CompletionBody(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError(
-                f"echo with logprobs = {self.logprobs} is not served: a prompt has no logprobs here", param="echo"
-            )
         return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:

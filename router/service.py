@@ -139,7 +139,11 @@ class RouterService:
     def end_at(self, request_id: str, num_tokens: int) -> None:
         """The reader of an answer says that it is complete after ``num_tokens`` tokens; of those that
         `generate` gave, it drops what is beyond. `generate` then gives Finished."""
-        self._read[request_id].end_at(num_tokens)
+        live = self._read[request_id]
+        live.end_at(num_tokens)
+        task = self._serving.get(request_id)
+        if live.on_stop is None and task is not None:
+            task.cancel()  # it waits for its next attempt
 
     async def close(self, grace_s: float = 0.0) -> None:
         """Takes nothing new, gives what is under way ``grace_s`` to end, and fails the rest."""

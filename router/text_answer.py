@@ -81,13 +81,15 @@ class Job:
 @dataclass(frozen=True, slots=True)
 class Piece:
     """What one event adds to the answer of job ``index``; the last one has ``finished``. ``logprobs[i]``
-    belongs to ``token_ids[i]``, where they are wanted."""
+    belongs to ``token_ids[i]``, where they are wanted; ``prompt_logprobs[i]``, in the first piece, to prompt
+    token i + 1."""
 
     index: int
     text: str
     token_ids: tuple[int, ...] = ()
     finished: Finished | None = None
     logprobs: tuple[Logprobs, ...] = ()
+    prompt_logprobs: tuple[Logprobs, ...] = ()
 
 
 class AnswerText:
@@ -159,7 +161,8 @@ async def pieces(service: RouterService, tokenizer: Tokenizer, job: Job, index: 
                 num_taken = text.num_tokens - event.first_index
                 if stopped:
                     service.end_at(job.request.request_id, text.num_tokens)
-                yield Piece(index, prefix + shown, event.tokens[:num_taken], None, event.logprobs[:num_taken])
+                logprobs = event.logprobs[:num_taken]
+                yield Piece(index, prefix + shown, event.tokens[:num_taken], None, logprobs, event.prompt_logprobs)
                 prefix = ""
 
 

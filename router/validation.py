@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from common.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from common.messages import LogitBias, SamplingParams
 from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
-from router.schemas import INT63, ChatBody, GenerationBody
+from router.schemas import INT63, ChatBody, CompletionBody, GenerationBody
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: Limits, seed:
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body, limits),
         num_logprobs=body.num_logprobs,
+        score_prompt=isinstance(body, CompletionBody) and body.echo and body.logprobs is not None,
     )
 
 

@@ -135,6 +135,7 @@ def chunk_message(chunk: AnswerChunk) -> pb.GenerateChunk:
         finish_reason=_reason(chunk),
         usage=None if chunk.usage is None else _usage_message(chunk.usage),
         prompt_token_ids=chunk.prompt_token_ids,
+        prompt_logprobs=map(_chosen_message, chunk.prompt_logprobs),
     )
 
 
@@ -149,6 +150,7 @@ def response_message(request_id: str, model: str, chunks: Iterable[AnswerChunk])
         choice.token_ids.extend(chunk.token_ids)
         choice.logprobs.extend(map(_chosen_message, chunk.logprobs))
         choice.prompt_token_ids.extend(chunk.prompt_token_ids)
+        choice.prompt_logprobs.extend(map(_chosen_message, chunk.prompt_logprobs))
         if chunk.finish_reason is not None:
             choice.finish_reason = _reason(chunk)
         if chunk.usage is not None:

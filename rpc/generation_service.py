@@ -43,7 +43,8 @@ class ChosenToken(LikelyToken):
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
     """What one event adds to answer ``index``. ``finish_reason`` is set in the answer's last chunk,
-    ``usage`` in the last of all; ``prompt_token_ids`` in the answer's first, if they are wanted.
+    ``usage`` in the last of all; ``prompt_token_ids`` in the answer's first, if they are wanted, and there
+    ``prompt_logprobs``, from the prompt's second token on.
     """
 
     index: int
@@ -53,6 +54,7 @@ class AnswerChunk:
     finish_reason: str | None = None
     usage: AnswerUsage | None = None
     prompt_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: tuple[ChosenToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,12 +153,16 @@ class SimDevice:
             if state is None or broken is not None:
                 return StepResult(None, "engine", f"block {broken} of {step.sequence_id} holds foreign or no KV")
         assert state is not None
+        scores: list[Logprobs] = []
         for position, token in enumerate(step.token_ids, step.start):
             if position % size == 0:
                 heads[blocks[position // size]] = state
             state = _mix(state, token)
             slots[blocks[position // size] * size + position % size] = state
+            if len(scores) < len(step.targets):
+                scores.append(_logprobs(state))
         if step.sampling is None:
-            return StepResult()
+            return StepResult(target_logprobs=tuple(scores))
         token = _choose(state, step.sampling, step.start + len(step.token_ids), self._vocab_size)
-        return StepResult(token, logprobs=_logprobs(state) if step.sampling.num_logprobs is not None else None)
+        told = _logprobs(state) if step.sampling.num_logprobs is not None else None
+        return StepResult(token, logprobs=told, target_logprobs=tuple(scores))

@@ -92,6 +92,12 @@ async def over_http(client: httpx.AsyncClient, body: dict[str, Any], *, stream: 
         so_far["token_ids"] += choice["token_ids"]
         so_far["finish_reason"] = choice["finish_reason"]
         so_far.setdefault("prompt_token_ids", choice.get("prompt_token_ids"))
+        if so_far["logprobs"] is None:
+            so_far["logprobs"] = choice["logprobs"]
+        elif choice["logprobs"] is not None:
+            so_far["logprobs"] = {
+                key: joined + choice["logprobs"][key] for key, joined in so_far["logprobs"].items() if joined
+            }
     return Outcome(tuple(_http_choice(choices[index]) for index in sorted(choices)), _usage(events[-1]["usage"]))
 
 
@@ -108,6 +114,8 @@ def _http_choice(choice: dict[str, Any]) -> tuple[Any, ...]:
     elif choice["logprobs"] is not None:  # completions tell less
         told = choice["logprobs"]
         logprobs = tuple(zip(told["tokens"], told["token_logprobs"], strict=True))
+        if logprobs and logprobs[0][1] is None:  # an echoed prompt's first token, of which nothing can be told
+            logprobs = logprobs[1:]
     return text, choice["token_ids"], choice["finish_reason"], logprobs, choice["prompt_token_ids"]
 
 
@@ -116,7 +124,6 @@ def _spelled(entry: dict[str, Any]) -> tuple[str, bytes, float]:
 
 
 async def over_grpc(stub: GenerationStub, body: dict[str, Any], *, stream: bool = False) -> Outcome:
-    """Streamed answers come without logprobs, as over HTTP."""
     request = protobuf(body)
     try:
         if not stream:
@@ -133,6 +140,8 @@ async def over_grpc(stub: GenerationStub, body: dict[str, Any], *, stream: bool 
         choice.text += chunk.text
         choice.token_ids.extend(chunk.token_ids)
         choice.prompt_token_ids.extend(chunk.prompt_token_ids)
+        choice.logprobs.extend(chunk.logprobs)
+        choice.prompt_logprobs.extend(chunk.prompt_logprobs)
         choice.finish_reason = chunk.finish_reason
     answers = tuple(_choice(joined[index], "messages" in body) for index in sorted(joined))
     return Outcome(answers, _grpc_usage(chunks[-1].usage))
@@ -163,7 +172,7 @@ def _choice(choice: pb.Choice, chat: bool) -> tuple[Any, ...]:
             (e.token, e.bytes, e.logprob, tuple((t.token, t.bytes, t.logprob) for t in e.top)) for e in choice.logprobs
         )
     else:
-        logprobs = tuple((entry.token, entry.logprob) for entry in choice.logprobs)
+        logprobs = tuple((entry.token, entry.logprob) for entry in (*choice.prompt_logprobs, *choice.logprobs))
     assert [entry.token_id for entry in choice.logprobs] in ([], list(choice.token_ids))
     return choice.text, list(choice.token_ids), reason, logprobs, list(choice.prompt_token_ids)
 

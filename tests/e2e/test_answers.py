@@ -84,6 +84,8 @@ ALONE: list[dict[str, Any]] = [
     {"temperature": 0.0, "n": 2},
     {"temperature": 0.0, "skip_special_tokens": False},
     {"temperature": 0.0, "echo": True},
+    {"temperature": 0.0, "echo": True, "logprobs": 2},
+    {"temperature": 1.0, "seed": 7, "echo": True, "logprobs": 0, "n": 2},
     {"temperature": 0.0, "truncate_prompt_tokens": 17},
 ]
 
@@ -133,7 +135,7 @@ def test_every_parameter_on_the_split_as_in_one_process(split: Fleet) -> None:
 
 
 def test_logprobs_are_those_of_transformers(split: Fleet) -> None:
-    """R34: the first token's too; its own, and the likeliest, at every place of greedy and sampled answers."""
+    """R34, with echo or without: its own and the likeliest, at every place, of greedy and sampled answers."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     path = resolve("smollm2-135m")
@@ -141,21 +143,43 @@ def test_logprobs_are_those_of_transformers(split: Fleet) -> None:
         path.parent, gguf_file=path.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
     ).eval()
     cases = [
-        completion(200 + number, num_prompt, 6, logprobs=5, temperature=temperature, seed=number, frequency_penalty=0.5)
-        for number, (num_prompt, temperature) in enumerate([(1, 0.0), (15, 1.0), (16, 0.0), (70, 1.2)])
+        completion(
+            200 + number,
+            num_prompt,
+            6,
+            logprobs=5,
+            temperature=temperature,
+            seed=number,
+            frequency_penalty=0.5,
+            echo=echo,
+        )
+        for number, (num_prompt, temperature, echo) in enumerate(
+            [(1, 0.0, False), (15, 1.0, True), (16, 0.0, False), (70, 1.2, True), (130, 0.0, True), (1, 0.0, True)]
+        )
     ]
     for case, (choice,) in zip(cases, ask(split, cases), strict=True):
         prompt, answer = case.body["prompt"], choice["token_ids"]
+        assert len(answer) == 6
+        everything = torch.tensor([[*prompt, *answer]])
         with torch.inference_mode():
-            logits = oracle(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+            logits = oracle(everything[:, :-1]).logits[0]
         expected = torch.log_softmax(logits.double(), -1)
         told = choice["logprobs"]
-        assert len(told["token_logprobs"]) == len(answer) == 6
+        if case.body["echo"]:
+            assert told["token_logprobs"].pop(0) is None
+            assert told["top_logprobs"].pop(0) is None
+            assert len(told["tokens"]) == len(prompt) + 6
+        else:
+            expected = expected[len(prompt) - 1 :]
+            assert len(told["tokens"]) == 6
         mine = torch.tensor(told["token_logprobs"], dtype=torch.float64)
-        torch.testing.assert_close(mine, expected[range(6), answer], atol=2e-3, rtol=0)
+        follow = everything[0, -len(expected) :]
+        torch.testing.assert_close(mine, expected[range(len(expected)), follow], atol=2e-3, rtol=0)
         for entry, row in zip(told["top_logprobs"], expected, strict=True):
-            assert list(entry.values()) == pytest.approx(row.topk(5).values.tolist(), abs=2e-3)
-            assert list(entry.values()) == sorted(entry.values(), reverse=True)
+            likeliest = list(entry.values())
+            assert likeliest == sorted(likeliest, reverse=True)
+            if len(likeliest) == 5:  # of tokens that look the same the likeliest is told
+                assert likeliest == pytest.approx(row.topk(5).values.tolist(), abs=2e-3)
 
 
 def test_children_share_the_prompts_kv_through_the_handoff(split: Fleet) -> None:

@@ -73,6 +73,27 @@ async def test_greedy_tokens_and_layer_hooks(runner: ModelRunner, folder: Path) 
     assert output.results[0].token == hf_logits(folder, tokens)[-1].argmax()
 
 
+async def test_tokens_are_scored_in_chunks_and_beside_others(runner: ModelRunner, folder: Path) -> None:
+    """Chunks that are only scored, one that is scored and samples, and neighbours that are not scored."""
+    tokens = [(7 * i + 3) % 500 for i in range(90)]
+    expected = torch.log_softmax(hf_logits(folder, tokens).double(), -1)
+    blocks = (9, 4, 8, 5, 7, 6)
+    first = SequenceStep("a", tokens[:70], 0, blocks, targets=tokens[1:71], num_logprobs=2)
+    other = SequenceStep("b", [1, 2, 3], 0, [0], GREEDY)
+    plain = SequenceStep("c", [1, 2, 3], 0, [1])
+    output = await runner.execute(plan(plain, first, other))
+    assert output.results[0].target_logprobs == output.results[2].target_logprobs == ()
+    assert output.results[1].token is None
+    last = SequenceStep("a", tokens[70:], 70, blocks, GREEDY, targets=tokens[71:], num_logprobs=2)
+    rest = await runner.execute(plan(other, last))
+    assert rest.results[0] == output.results[2]
+    assert rest.results[1].token == expected[-1].argmax()
+    told = [*output.results[1].target_logprobs, *rest.results[1].target_logprobs]
+    mine = torch.tensor([entry.logprob for entry in told], dtype=torch.float64)
+    torch.testing.assert_close(mine, expected[range(89), tokens[1:]], atol=1e-4, rtol=0)
+    assert [[top.token for top in entry.top] for entry in told] == expected[:89].topk(2).indices.tolist()
+
+
 async def test_bad_steps_fail_alone(runner: ModelRunner) -> None:
     good = SequenceStep("good", [1, 2, 3], 0, [0], GREEDY)
     wrong = {

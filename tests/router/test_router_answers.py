@@ -187,9 +187,42 @@ async def test_echo() -> None:
         assert choice["text"] == "Once" + bytes(fake_answer(list(b"Once"), 12)).decode()
         (choice,) = await both_ways(client, "/v1/completions", completion(echo=True, n=1))
         assert choice["text"] == bytes(PROMPT).decode() + TEXT[:12]
-        refused = await client.post("/v1/completions", json=completion(echo=True, logprobs=5))
-        assert refused.status_code == 400
-        assert refused.json()["error"]["param"] == "echo"
+
+
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("prompt", [PROMPT, [70]])
+async def test_echo_with_logprobs_tells_of_the_prompt(mode: str, prompt: list[int]) -> None:
+    """R34: one entry for each token of prompt and answer; null for the first, which follows nothing."""
+    async with http(mode=mode) as (client, _, _):
+        body = completion(prompt=prompt, echo=True, logprobs=2, max_tokens=3)
+        (choice,) = await both_ways(client, "/v1/completions", body)
+        told = choice["logprobs"]
+        everything = prompt + fake_answer(prompt, 3)
+        assert told["tokens"] == [chr(token) for token in everything]
+        expected = [-(i + 1) / 8 for i in range(len(prompt) - 1)] + [-(i + 1) / 8 for i in range(3)]
+        assert told["token_logprobs"] == [None, *expected]
+        assert told["top_logprobs"][0] is None
+        assert [next(iter(entry.values())) for entry in told["top_logprobs"][1:]] == expected
+        assert told["text_offset"] == list(range(len(everything)))
+        assert "".join(told["tokens"]) == choice["text"]
+        for key in told:
+            assert [value for part in choice["stream_logprobs"] for value in part[key]] == told[key]
+
+
+@pytest.mark.parametrize("worker", ["p0", "p1", "d0", "d1"])
+async def test_what_is_told_of_the_prompt_survives_a_worker(worker: str) -> None:
+    async with http(prefill=2, decode=2, step_s=0.02) as (client, _, fleet):
+        body = completion(echo=True, logprobs=0, max_tokens=8)
+        asked = asyncio.ensure_future(client.post("/v1/completions", json=body))
+        await until(lambda: any(w.seen for w in fleet.workers.values()))
+        await asyncio.sleep(0.01)
+        fleet.workers[worker].kill()
+        response = await asked
+        assert response.status_code == 200, response.text
+        (choice,) = response.json()["choices"]
+        assert choice["text"] == bytes(PROMPT).decode() + TEXT[:8]
+        assert len(choice["logprobs"]["tokens"]) == len(PROMPT) + 8
+        assert None not in choice["logprobs"]["token_logprobs"][1:]
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ BAD_ALONE: list[dict[str, Any]] = [
     {"prompt": [2**31]},
     {"prompt": [1] * 200},
     {"prompt": [1] * 197, "max_tokens": 4},
-    {"prompt": "a", "echo": True, "logprobs": True},
+    {"prompt": "a", "echo": True, "logprobs": True, "top_logprobs": 21},
     {"prompt": "a", "model": ""},
     {"messages": []},
     {"messages": [{"role": "user", "content": "x" * 300}]},
@@ -183,6 +183,16 @@ async def test_the_same_errors(kind: str) -> None:
         for fields in BAD:
             await check_error(client, stub, {"model": "fake", "max_tokens": 5, **INPUT[kind], **fields})
         assert not fleet.workers["d0"].seen
+
+
+@pytest.mark.parametrize("prompt", ["a", "a longer one", [5, 6, 7]])
+async def test_the_same_is_told_of_an_echoed_prompt(prompt: Any) -> None:
+    async with both() as (client, stub, _, _):
+        body = {"model": "fake", "prompt": prompt, "max_tokens": 3, "echo": True, "logprobs": True, "top_logprobs": 2}
+        expected = await over_http(client, body)
+        assert len(expected.answers[0][3]) == len(prompt) - 1 + 3
+        for stream in (False, True):
+            assert await over_grpc(stub, body, stream=stream) == expected
 
 
 async def test_the_same_errors_of_single_requests() -> None:

@@ -70,6 +70,41 @@ def test_logprobs_are_whole_whatever_dies(mode: str, kill: str | None) -> None:
     scenario(settings, story)
 
 
+@pytest.mark.parametrize("mode", ["split", "colocated"])
+@pytest.mark.parametrize("kill", ["prefill-0", "decode-0", None])
+@pytest.mark.parametrize("at_s", [0.03, 0.05, 0.07, 0.3])
+def test_prompts_are_scored_whole_whatever_dies(mode: str, kill: str | None, at_s: float) -> None:
+    """In chunks, with a warm prefix cache that must not be used, beside others; before any token is read."""
+    settings = config(mode=mode, prefill=2, decode=2)
+
+    async def story(cluster: SimCluster) -> None:
+        lengths = [1, 2, 16, 64, 65, 200]
+        asked = [wanting_logprobs(f"r{i}", length, 20) for i, length in enumerate(lengths)]
+        asked = [replace(one, sampling=replace(one.sampling, score_prompt=True)) for one in asked]
+        await asyncio.gather(*(read(cluster, replace(one, request_id=f"warm-{one.request_id}")) for one in asked))
+
+        async def scored(one: GenerationRequest) -> tuple[tuple[Logprobs, ...], list[int]]:
+            told: tuple[Logprobs, ...] = ()
+            tokens: list[int] = []
+            async with aclosing(cluster.service.generate(one)) as events:
+                async for event in events:
+                    if isinstance(event, NewTokens):
+                        assert not event.first_index or not event.prompt_logprobs
+                        told = told or event.prompt_logprobs
+                        tokens.extend(event.tokens)
+            return told, tokens
+
+        reading = [asyncio.ensure_future(scored(one)) for one in asked]
+        await asyncio.sleep(at_s)
+        if kill in cluster.workers:
+            await cluster.kill(kill)
+        for one, (told, tokens) in zip(asked, await asyncio.gather(*reading), strict=True):
+            assert tokens == expected_tokens(one.prompt, one.sampling, settings.vocab_size)
+            assert list(told) == expected_logprobs(one.prompt[:1], one.prompt[1:])
+
+    scenario(settings, story)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_readers_that_end_their_answers_leave_nothing(seed: int) -> None:
     """At every stage, with workers that die: what was read is right, what was used adds up, and the workers
