@@ -16,7 +16,7 @@ Pure: it knows sequences, blocks and numbers; no tickets, no network.
 
 from __future__ import annotations
 
-from common.errors import BatonError, NoCapacityError, from_wire
+from common.errors import BatonError, NoCapacityError
 from common.messages import ContextTokens, Logprobs, ModelInfo
 from engine.blocks import BlockPool, BlockState, Holding
 from engine.plan import SequenceStep, StepOutput, StepPlan
@@ -118,28 +118,13 @@ class DecodeScheduler:
         budget = self._chunk_tokens
         steps: list[SequenceStep] = []
         for sequence in self._running.values():
-            start = sequence.num_computed
-            remaining = len(sequence.tokens) - start
-            count = remaining
-            if remaining > 1:
-                count = min(remaining, budget)
+            count = sequence.num_remaining
+            if count > 1:
+                count = min(count, budget)
                 budget -= count
                 if count == 0:
                     continue
-            sequence.in_flight = True
-            steps.append(
-                SequenceStep(
-                    sequence.key,
-                    sequence.tokens[start : start + count],
-                    start,
-                    tuple(sequence.block_ids),
-                    sequence.request.sampling if count == remaining else None,
-                    sequence.mask_end_tokens,
-                    sequence.sampling_state,
-                    sequence.targets(start, count),
-                    sequence.request.sampling.num_logprobs or 0,
-                )
-            )
+            steps.append(sequence.step(count))
         if not steps:
             return None
         self._next_step_id += 1
@@ -149,15 +134,11 @@ class DecodeScheduler:
         outputs: list[SequenceOutput] = []
         for step, result in zip(plan.steps, output.results, strict=True):
             sequence = self._running[step.sequence_id]
-            sequence.in_flight = False
-            if sequence.error is None and result.error_code:
-                sequence.error = from_wire(result.error_code, result.error_message)
-            if sequence.error is not None:
-                outputs.append(SequenceOutput(sequence, sequence.num_generated, error=sequence.error))
+            error = sequence.absorb(step, result)
+            if error is not None:
+                outputs.append(SequenceOutput(sequence, sequence.num_generated, error=error))
                 self._drop(sequence)
                 continue
-            sequence.num_computed += len(step.token_ids)
-            sequence.prompt_logprobs.extend(result.target_logprobs)
             self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
             if result.token is None:
                 continue

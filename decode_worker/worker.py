@@ -14,7 +14,6 @@ import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import partial
 
 from common.config import TransferConfig, WorkerConfig
 from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
@@ -28,11 +27,8 @@ from common.messages import (
     Logprobs,
     Ticket,
     TokenBatch,
-    WorkerEvent,
     WorkerInfo,
-    WorkerLedger,
     WorkerLoad,
-    WorkerState,
 )
 from common.metrics import WorkerMetrics
 from decode_worker.ports import KVReceiver
@@ -40,10 +36,8 @@ from decode_worker.reservation import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.streams import RouterStream, RouterStreams, gone
 from engine.blocks import BlockPool
-from engine.life import Life
-from engine.loop import EngineLoop
+from engine.engine_worker import EngineWorker
 from engine.plan import Executor, StepPlan
-from engine.reporting import Reporter
 from engine.sequence import Sequence, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -63,11 +57,8 @@ class _Attempt:
     deadline: asyncio.TimerHandle | None = None
 
 
-class DecodeWorker:
-    """One decode worker. `start` it inside a running loop, `close` it at the end.
-
-    ``step_timeout_s``: a step that takes longer is taken for hung.
-    """
+class DecodeWorker(EngineWorker):
+    """One decode worker (see `EngineWorker`)."""
 
     def __init__(
         self,
@@ -83,13 +74,19 @@ class DecodeWorker:
         step_timeout_s: float = float("inf"),
         failpoints: Failpoints | None = None,
     ) -> None:
-        self.info = info
-        self.metrics = metrics or WorkerMetrics(info.role)
-        self._pool = pool
+        super().__init__(
+            info,
+            config,
+            pool,
+            scheduler,
+            executor,
+            metrics,
+            failpoints,
+            step_failpoint="decode_step",
+            step_timeout_s=step_timeout_s,
+        )
         self._scheduler = scheduler
-        self._executor = executor
         self._receiver = receiver
-        self._failpoints = failpoints or Failpoints()
         self._attempts: dict[str, _Attempt] = {}
         self._early_cancels: dict[str, None] = {}
         self._streams = RouterStreams()
@@ -98,12 +95,6 @@ class DecodeWorker:
         self._context_tokens = 0
         self._decoded_tokens = 0
         self._preemptions_seen = 0
-        before_step = partial(self._failpoints.reach, "decode_step") if self._failpoints else None
-        self._engine = EngineLoop(
-            scheduler, executor, self._planned, self._deliver, before_step=before_step, step_timeout_s=step_timeout_s
-        )
-        self._life = Life(info.worker_id, self._engine.hangs, config.drain_timeout_s)
-        self._reporter = Reporter(config, self.load, pool.prefix_cache)
         self._reservations = Reservations(
             info,
             receiver,
@@ -115,10 +106,9 @@ class DecodeWorker:
             self._failpoints,
         )
 
-    def start(self) -> None:
-        self._life.begin()
-        self._life.tasks.spawn(self._engine.run(), "engine")
-        self._life.tasks.spawn(self._reporter.run(), "reporter")
+    @property
+    def num_open(self) -> int:
+        return len(self._attempts)
 
     async def close(self) -> None:
         self._life.leave()
@@ -128,32 +118,6 @@ class DecodeWorker:
         await self._executor.close()
 
     # ── what routers ask ──────────────────────────────────────────────────────────────────────────
-
-    async def describe(self) -> WorkerInfo:
-        return self.info
-
-    def watch(self) -> AsyncGenerator[WorkerEvent, None]:
-        return self._reporter.watch()
-
-    async def ledger(self) -> WorkerLedger:
-        return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
-
-    async def drain(self) -> None:
-        """Takes nothing new from now on; `drained` returns when what is here has ended."""
-        self._life.drain()
-        self._reporter.report()
-        self._life.note_open(len(self._attempts))
-
-    async def drained(self) -> None:
-        await self._life.drained()
-
-    async def failed(self) -> None:
-        """Waits until the worker has broken down, and raises why."""
-        await self._life.failed()
-
-    @property
-    def state(self) -> WorkerState:
-        return self._life.state
 
     async def tokens(self, router_id: str) -> AsyncGenerator[TokenBatch, None]:
         """See `router.clients.DecodeClient.tokens`: when it ends, or is replaced by another one, all that
@@ -273,7 +237,7 @@ class DecodeWorker:
         )
         prompt_logprobs = sequence.prompt_logprobs if index == 0 and tokens else ()
         attempt.stream.put(sequence.request, index, tokens, finish, logprobs, prompt_logprobs)
-        self._life.note_open(len(self._attempts))
+        self._life.note_open(self.num_open)
         self._reporter.changed()
 
     # ── what the handoff tells ────────────────────────────────────────────────────────────────────

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.errors import BatonError
+from common.errors import BatonError, from_wire
 from common.hashing import root_hash
 from common.messages import ContextTokens, FinishReason, GenerationRequest, Logprobs
+from engine.plan import SequenceStep, StepResult
 from engine.sampling_state import SamplingState
 
 
@@ -57,6 +58,34 @@ class Sequence:
         self.error: BatonError | None = None
         """Why it is to be ended as soon as it is not in flight."""
 
+    def step(self, count: int) -> SequenceStep:
+        """Its part in a step that computes its next ``count`` tokens, and samples when those are all. From here
+        on it is in flight, until `absorb`."""
+        self.in_flight = True
+        start, end = self.num_computed, self.num_computed + count
+        return SequenceStep(
+            self.key,
+            self.tokens[start:end],
+            start,
+            tuple(self.block_ids),
+            self.request.sampling if end == len(self.tokens) else None,
+            self.mask_end_tokens,
+            self.sampling_state,
+            self.tokens[start + 1 : end + 1] if self.is_scoring else (),
+            self.request.sampling.num_logprobs or 0,
+        )
+
+    def absorb(self, step: SequenceStep, result: StepResult) -> BatonError | None:
+        """Takes in what the step gave, but for the token; returns why the sequence ends, if it failed or was
+        aborted meanwhile."""
+        self.in_flight = False
+        if self.error is None and result.error_code:
+            self.error = from_wire(result.error_code, result.error_message)
+        if self.error is None:
+            self.num_computed += len(step.token_ids)
+            self.prompt_logprobs.extend(result.target_logprobs)
+        return self.error
+
     def append(self, token: int) -> None:
         """The next token of the answer."""
         self.tokens.append(token)
@@ -73,10 +102,6 @@ class Sequence:
             and not request.generated
             and len(self.prompt_logprobs) < len(request.prompt) - 1
         )
-
-    def targets(self, start: int, count: int) -> list[int]:
-        """The known tokens after those of a step, as far as it is to score them."""
-        return self.tokens[start + 1 : start + count + 1] if self.is_scoring else []
 
     @property
     def num_remaining(self) -> int:

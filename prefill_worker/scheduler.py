@@ -8,7 +8,7 @@ somebody says `release`.
 
 from __future__ import annotations
 
-from common.errors import BatonError, from_wire
+from common.errors import BatonError
 from common.messages import ContextTokens, ModelInfo
 from engine.blocks import BlockPool, BlockState
 from engine.plan import SequenceStep, StepOutput, StepPlan
@@ -67,21 +67,7 @@ class PrefillScheduler:
             if count == 0:
                 break
             budget -= count
-            last = start + count == len(sequence.tokens)
-            sequence.in_flight = True
-            steps.append(
-                SequenceStep(
-                    sequence.key,
-                    sequence.tokens[start : start + count],
-                    start,
-                    tuple(sequence.block_ids),
-                    sequence.request.sampling if last else None,
-                    sequence.mask_end_tokens,
-                    sequence.sampling_state,
-                    sequence.targets(start, count),
-                    sequence.request.sampling.num_logprobs or 0,
-                )
-            )
+            steps.append(sequence.step(count))
         if not steps:
             return None
         self._next_step_id += 1
@@ -91,15 +77,11 @@ class PrefillScheduler:
         outputs: list[SequenceOutput] = []
         for step, result in zip(plan.steps, output.results, strict=True):
             sequence = self._running[step.sequence_id]
-            sequence.in_flight = False
-            if sequence.error is None and result.error_code:
-                sequence.error = from_wire(result.error_code, result.error_message)
-            if sequence.error is not None:
-                outputs.append(SequenceOutput(sequence, sequence.num_generated, error=sequence.error))
+            error = sequence.absorb(step, result)
+            if error is not None:
+                outputs.append(SequenceOutput(sequence, sequence.num_generated, error=error))
                 self._drop(sequence)
                 continue
-            sequence.num_computed += len(step.token_ids)
-            sequence.prompt_logprobs.extend(result.target_logprobs)
             self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
             if result.token is None:
                 continue

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
-from functools import partial
 
 from common.config import WorkerConfig
 from common.errors import (
@@ -26,18 +25,13 @@ from common.messages import (
     GenerationRequest,
     PrefillEvent,
     Ticket,
-    WorkerEvent,
     WorkerInfo,
-    WorkerLedger,
     WorkerLoad,
-    WorkerState,
 )
 from common.metrics import WorkerMetrics
 from engine.blocks import BlockPool
-from engine.life import Life
-from engine.loop import EngineLoop
+from engine.engine_worker import EngineWorker
 from engine.plan import Executor, StepPlan
-from engine.reporting import Reporter
 from engine.sequence import Sequence, SequenceOutput
 from prefill_worker.handoff import Handoff
 from prefill_worker.ports import KVSender
@@ -46,11 +40,8 @@ from prefill_worker.scheduler import PrefillScheduler
 log = logging.getLogger(__name__)
 
 
-class PrefillWorker:
-    """One prefill worker. `start` it inside a running loop, `close` it at the end.
-
-    ``step_timeout_s``: a step that takes longer is taken for hung.
-    """
+class PrefillWorker(EngineWorker):
+    """One prefill worker (see `EngineWorker`)."""
 
     def __init__(
         self,
@@ -65,33 +56,28 @@ class PrefillWorker:
         step_timeout_s: float = float("inf"),
         failpoints: Failpoints | None = None,
     ) -> None:
-        self.info = info
-        self.metrics = metrics or WorkerMetrics(info.role)
-        self._pool = pool
+        super().__init__(
+            info,
+            config,
+            pool,
+            scheduler,
+            executor,
+            metrics,
+            failpoints,
+            step_failpoint="prefill_step",
+            step_timeout_s=step_timeout_s,
+            on_layer=self._layer_complete,
+        )
         self._scheduler = scheduler
         self._sender = sender
-        self._executor = executor
-        self._failpoints = failpoints or Failpoints()
         self._handoffs: dict[str, Handoff] = {}
         self._steps = 0
         self._computed_tokens = 0
         self._sent_bytes = 0
-        self._engine = EngineLoop(
-            scheduler,
-            executor,
-            self._planned,
-            self._deliver,
-            self._layer_complete,
-            before_step=partial(self._failpoints.reach, "prefill_step") if self._failpoints else None,
-            step_timeout_s=step_timeout_s,
-        )
-        self._life = Life(info.worker_id, self._engine.hangs, config.drain_timeout_s)
-        self._reporter = Reporter(config, self.load, pool.prefix_cache)
 
-    def start(self) -> None:
-        self._life.begin()
-        self._life.tasks.spawn(self._engine.run(), "engine")
-        self._life.tasks.spawn(self._reporter.run(), "reporter")
+    @property
+    def num_open(self) -> int:
+        return len(self._handoffs)
 
     async def close(self) -> None:
         await self._life.end()
@@ -99,32 +85,6 @@ class PrefillWorker:
         await self._executor.close()
 
     # ── what routers ask ──────────────────────────────────────────────────────────────────────────
-
-    async def describe(self) -> WorkerInfo:
-        return self.info
-
-    def watch(self) -> AsyncGenerator[WorkerEvent, None]:
-        return self._reporter.watch()
-
-    async def ledger(self) -> WorkerLedger:
-        return self._pool.ledger(self.info.worker_id, self.info.role, asyncio.get_running_loop().time())
-
-    async def drain(self) -> None:
-        """Takes nothing new from now on; `drained` returns when what is here has ended."""
-        self._life.drain()
-        self._reporter.report()
-        self._life.note_open(len(self._handoffs))
-
-    async def drained(self) -> None:
-        await self._life.drained()
-
-    async def failed(self) -> None:
-        """Waits until the worker has broken down, and raises why."""
-        await self._life.failed()
-
-    @property
-    def state(self) -> WorkerState:
-        return self._life.state
 
     async def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
         """See `router.clients.PrefillClient.prefill`. Closing it cancels; the clean-up does not make
@@ -226,7 +186,7 @@ class PrefillWorker:
         self._reporter.changed()
 
     def _changed(self) -> None:
-        self._life.note_open(len(self._handoffs))
+        self._life.note_open(self.num_open)
         self._engine.wake()
         self._reporter.changed()
 

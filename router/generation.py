@@ -12,7 +12,7 @@ from router.answer import Usage
 from router.gateway import Gateway
 from router.openai_form import total_usage
 from router.schemas import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, parse_fields
-from router.text_answer import Job
+from router.text_answer import Job, Piece
 from rpc.generation_service import (
     AnswerChunk,
     AnswerUsage,
@@ -72,7 +72,7 @@ class GatewayGeneration:
                     piece.finished.reason.value if piece.finished is not None else None,
                     _usage(total_usage(jobs, usages)) if len(usages) == len(jobs) else None,
                     jobs[piece.index].request.prompt if first and with_prompt else (),
-                    tuple(map(self._chosen, jobs[piece.index].request.prompt[1:], piece.prompt_logprobs)),
+                    self._of_prompt(jobs[piece.index], piece),
                 )
 
     async def tokenize(self, fields: Fields) -> TokenizedText:
@@ -88,6 +88,11 @@ class GatewayGeneration:
 
     async def is_ready(self) -> bool:
         return (await self._gateway.readiness.check()).ready
+
+    def _of_prompt(self, job: Job, piece: Piece) -> tuple[ChosenToken, ...]:
+        if not piece.prompt_logprobs:
+            return ()
+        return tuple(map(self._chosen, job.request.prompt[1:], piece.prompt_logprobs))
 
     def _chosen(self, token_id: int, logprobs: Logprobs) -> ChosenToken:
         tokenizer = self._gateway.tokenizer
