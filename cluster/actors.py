@@ -11,6 +11,7 @@ asks for the end. An actor never restarts by itself: the controller decides that
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +29,7 @@ from common.messages import Role
 READY_TIMEOUT_S = 15.0
 
 
-class _Supervised:
+class _Supervised(abc.ABC):
     """The common life of the three. Subclasses say what `_work` is."""
 
     def __init__(self, name: str, config: dict[str, Any]) -> None:
@@ -52,8 +53,9 @@ class _Supervised:
     async def stop(self) -> None:
         self._stop.set()
 
+    @abc.abstractmethod
     async def _work(self) -> None:
-        raise NotImplementedError
+        """What it is for; ends when `_stop` is set."""
 
 
 @ray.remote(num_cpus=0, max_restarts=0)

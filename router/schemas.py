@@ -81,11 +81,6 @@ class GenerationBody(_Body):
     slo: Slo | None = None
 
     @property
-    def num_logprobs(self) -> int | None:
-        """How many likeliest tokens are wanted with each token's own log probability; None: neither."""
-        raise NotImplementedError
-
-    @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings. Raises InvalidRequestError when there are too many, or one is of no use."""
         if not self.stop:
@@ -173,24 +168,12 @@ class ChatBody(GenerationBody):
             "continue_final_message": self.continue_final_message,
         }
 
-    @property
-    def num_logprobs(self) -> int | None:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError(
-                f"top_logprobs may only be set when logprobs is true, got {self.top_logprobs}", param="top_logprobs"
-            )
-        return (self.top_logprobs or 0) if self.logprobs else None
-
 
 class CompletionBody(GenerationBody):
     prompt: str | list[str] | TokenIds | list[TokenIds]
     add_special_tokens: bool = True
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
 
     def prompts(self) -> list[str | list[int]]:
         """One entry for each prompt."""

@@ -101,7 +101,7 @@ def sampling_params(body: GenerationBody, num_prompt: int, limits: Limits, seed:
         presence_penalty=_given(body.presence_penalty, 0.0),
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         logit_bias=_logit_bias(body, limits),
-        num_logprobs=body.num_logprobs,
+        num_logprobs=_num_logprobs(body),
         score_prompt=isinstance(body, CompletionBody) and body.echo and body.logprobs is not None,
     )
 
@@ -124,6 +124,19 @@ def prompt_limit(body: GenerationBody, limits: Limits) -> int | None:
 
 def _given(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def _num_logprobs(body: GenerationBody) -> int | None:
+    """How many likeliest tokens are wanted with each token's own log probability; None: neither."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if not isinstance(body, ChatBody):
+        return None
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs may only be set when logprobs is true, got {body.top_logprobs}", param="top_logprobs"
+        )
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _logit_bias(body: GenerationBody, limits: Limits) -> tuple[LogitBias, ...]:
