@@ -105,7 +105,7 @@ class RouterConfig(_Section):
 class WorkerConfig(_Section):
     """A worker process, whichever its role."""
 
-    id: str | None = Field(None, description="default: ROLE-N")
+    id: str | None = Field(None, description="default: ROLE-N under Ray, ROLE-PORT by hand")
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     report_interval_s: float = Field(0.1, gt=0, description="load reports to routers while busy")

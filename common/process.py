@@ -22,15 +22,18 @@ EXIT_TIMEOUT_S = 5.0
 """When all is done, threads get this long to end. One that hangs is not waited for."""
 
 
-def main(program: str, default_id: str, run: Run) -> None:
-    """Parses the arguments and runs the role until SIGINT or SIGTERM. Exits 0, or 1 with one line of error."""
+def main(program: str, role: str, run: Run) -> None:
+    """Parses the arguments and runs the role until SIGINT or SIGTERM. Exits 0, or 1 with one line of error.
+
+    The process is called ``worker.id``; by default after its role and port, since names must differ.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=f"Runs one {program} without Ray.")
     parser.add_argument("--config", metavar="F", help="YAML configuration file")
     parser.add_argument("--set", metavar="PATH=VALUE", action="append", default=[], help="overrides one key")
     arguments = parser.parse_args()
     try:
         config = load_config(arguments.config, arguments.set)
-        name = config.worker.id or default_id
+        name = config.worker.id or f"{role}-{config.worker.port or os.getpid()}"
         setup_logging(config.log, name)
         _new_loop_runner(_run(run, config, name))
     except BatonError as error:

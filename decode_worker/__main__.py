@@ -8,4 +8,4 @@ from common.process import main  # noqa: E402
 from decode_worker.process import run_decode_worker  # noqa: E402
 
 if __name__ == "__main__":
-    main("decode_worker", "decode-0", run_decode_worker)
+    main("decode_worker", "decode", run_decode_worker)

@@ -8,4 +8,4 @@ from common.process import main  # noqa: E402
 from prefill_worker.process import run_prefill_worker  # noqa: E402
 
 if __name__ == "__main__":
-    main("prefill_worker", "prefill-0", run_prefill_worker)
+    main("prefill_worker", "prefill", run_prefill_worker)

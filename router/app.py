@@ -39,6 +39,8 @@ def create_app(gateway: Gateway) -> FastAPI:
 
 
 def _add_openai_endpoints(app: FastAPI, gateway: Gateway) -> None:
+    created = int(gateway.clock())
+
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _respond(request, gateway, await _parse(request, ChatBody))
@@ -49,12 +51,12 @@ def _add_openai_endpoints(app: FastAPI, gateway: Gateway) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model_json(gateway)]}
+        return {"object": "list", "data": [_model_json(gateway, created)]}
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
         check_model(name, gateway.model_name)
-        return _model_json(gateway)
+        return _model_json(gateway, created)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
@@ -101,7 +103,15 @@ def _add_operator_endpoints(app: FastAPI, gateway: Gateway) -> None:
         return {
             "model": gateway.model_name,
             "mode": service.registry.mode,
-            "routers": [{"id": service.router_id, "url": gateway.url, "pid": os.getpid(), "state": state}],
+            "routers": [
+                {
+                    "id": service.router_id,
+                    "url": gateway.url,
+                    "grpc": gateway.grpc_url,
+                    "pid": os.getpid(),
+                    "state": state,
+                }
+            ],
             "workers": [worker_json(worker) for worker in service.registry.workers],
         }
 
@@ -146,12 +156,12 @@ async def _respond(request: Request, gateway: Gateway, body: ChatBody | Completi
     return JSONResponse(await unless_gone(request.receive, whole_response(form, jobs, source)))
 
 
-def _model_json(gateway: Gateway) -> dict[str, Any]:
+def _model_json(gateway: Gateway, created: int) -> dict[str, Any]:
     model = gateway.service.registry.model
     return {
         "id": gateway.model_name,
         "object": "model",
-        "created": int(gateway.clock()),
+        "created": created,
         "owned_by": "baton",
         "max_model_len": model.max_model_len if model is not None else None,
     }

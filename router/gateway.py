@@ -27,8 +27,8 @@ from router.validation import Limits, check_model, check_prompt, check_token_ids
 
 @dataclass(slots=True)
 class Gateway:
-    """What the endpoints work on. ``clock`` gives Unix seconds, for ``created``; ``url`` is where
-    this router is reached, once that is known.
+    """What the endpoints work on. ``clock`` gives Unix seconds, for ``created``; ``url`` and
+    ``grpc_url`` are where this router is reached, once that is known.
     """
 
     service: RouterService
@@ -37,6 +37,7 @@ class Gateway:
     config: RouterConfig
     model_name: str
     url: str = ""
+    grpc_url: str = ""
     clock: Callable[[], float] = time.time
     sampling: SamplingDefaults = OPENAI_DEFAULTS
     content: logging.Logger | None = None

@@ -74,5 +74,6 @@ async def run_gateway(
         router_id=router_id,
         sampling=sampling_defaults(config.model, path),
         beside=[GrpcInterface(server)],
+        grpc_url=f"grpc://{address}",
         on_ready=lambda running: ready(running, f"grpc://{address}"),
     )

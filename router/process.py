@@ -74,6 +74,7 @@ async def run_router(
     rng: random.Random | None = None,
     sampling: SamplingDefaults = OPENAI_DEFAULTS,
     beside: Sequence[Interface] = (),
+    grpc_url: str = "",
     on_ready: Callable[[RunningRouter], None] | None = None,
 ) -> None:
     """Serves until ``stop`` is set, then ends what is under way and returns.
@@ -96,7 +97,9 @@ async def run_router(
     readiness = Readiness(service, config.router.probe_timeout_s)
     name = config.model.served_name or config.model.name
     content = content_log(config.log)
-    gateway = Gateway(service, tokenizer, readiness, config.router, name, url, sampling=sampling, content=content)
+    gateway = Gateway(
+        service, tokenizer, readiness, config.router, name, url, grpc_url, sampling=sampling, content=content
+    )
 
     server = _Server(
         uvicorn.Config(

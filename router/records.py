@@ -78,6 +78,16 @@ class RequestRecord:
         prefill, decode = self._of_prompt(self.prefill_context), self._of_prompt(self.decode_context)
         end = self.ended_at if self.ended_at is not None else now
         first = self.first_token_at
+        decode_s = (self.last_token_at or first) - first if first is not None else None
+        phases_s = {
+            "queue": self.queue_s,
+            "reserve": self.reserve_s,
+            "prefill": self.prefill_s,
+            "transfer": self.transfer_s,
+            "first_token": first - self.arrived_at if first is not None else None,
+            "decode": decode_s,
+            "total": end - self.arrived_at,
+        }
         return {
             "id": self.id,
             "state": self.state,
@@ -99,15 +109,7 @@ class RequestRecord:
                 "resumed_at": self.resumed_at,
                 "duplicates": self.duplicates,
             },
-            "phases_s": {
-                "queue": self.queue_s,
-                "reserve": self.reserve_s,
-                "prefill": self.prefill_s,
-                "transfer": self.transfer_s,
-                "first_token": first - self.arrived_at if first is not None else None,
-                "decode": (self.last_token_at or first) - first if first is not None else None,
-                "total": end - self.arrived_at,
-            },
+            "phases_s": {name: _microseconds(seconds) for name, seconds in phases_s.items()},
             "handoff": {"transport": self.transport, "kv_bytes": self.kv_bytes, "preemptions": self.preemptions},
             "decision": _decision(self.decision),
         }
@@ -147,6 +149,11 @@ class Records:
         return self._live.get(request_id) or self._recent.get(request_id)
 
 
+def _microseconds(seconds: float | None) -> float | None:
+    """To the microsecond: beyond that the figures are noise."""
+    return seconds if seconds is None else round(seconds, 6)
+
+
 def attempt_fields(record: RequestRecord) -> dict[str, Any]:
     """Who serves or served a request, for a log line."""
     if not record.attempts:
@@ -166,8 +173,8 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "cached_tokens": usage.cached_tokens,
         "completion_tokens": usage.completion_tokens,
-        "ttft_s": first - record.arrived_at if first is not None else None,
-        "total_s": end - record.arrived_at if end is not None else None,
+        "ttft_s": _microseconds(first - record.arrived_at) if first is not None else None,
+        "total_s": _microseconds(end - record.arrived_at) if end is not None else None,
         "attempts": len(record.attempts),
         **attempt_fields(record),
     }

@@ -149,6 +149,12 @@ class Registry:
         """Raises when the worker that answered does not fit the others."""
         if info.role is not worker.role:
             raise ConfigError(f"{info.worker_id} at {worker.address} has the role {info.role}, not {worker.role}")
+        for other in self._workers.values():
+            if other is not worker and other.alive and other.worker_id == info.worker_id:
+                raise ConfigError(
+                    f"the worker at {worker.address} is called {info.worker_id}, like the one at {other.address}: "
+                    "give each its own worker.id"
+                )
         if info.hash_unit_tokens != HASH_UNIT_TOKENS:
             raise ConfigError(
                 f"{info.worker_id} hashes prefixes of {info.hash_unit_tokens} tokens, this router of {HASH_UNIT_TOKENS}"

@@ -67,9 +67,10 @@ def tables(status: Mapping[str, Any]) -> Group:
     blocks = {worker["id"]: worker for worker in ledger["workers"]}
 
     title = f"{cluster['model']} · {cluster['mode']}"
-    routers = Table("router", "state", "url", "pid", title=title, title_justify="left")
+    routers = Table("router", "state", "url", "grpc", "pid", title=title, title_justify="left")
     for router in cluster["routers"]:
-        routers.add_row(router["id"], router["state"], router["url"], str(router["pid"]))
+        grpc = router.get("grpc", "").removeprefix("grpc://")
+        routers.add_row(router["id"], router["state"], router["url"], grpc, str(router["pid"]))
 
     workers = Table("worker", "role", "state", "host", "pid", "waiting", "running")
     kv_states = ("free", "cached", "reserved", "running", "in_transfer")
@@ -96,12 +97,14 @@ def tables(status: Mapping[str, Any]) -> Group:
         )
 
     title = f"open requests: {ledger['requests']['open']}"
-    holders = Table("held by", "on", "state", "blocks", "age", title=title, title_justify="left")
+    # Folded, not cut: a request's id is wanted whole.
+    held_by = Column("held by", overflow="fold")
+    holders = Table(held_by, "on", "state", "blocks", "age", title=title, title_justify="left")
     for worker in ledger["workers"]:
         for holder in worker.get("holders", ()):
             age = f"{holder['age_s']:.1f} s"
             holders.add_row(holder["request"], worker["id"], holder["state"], str(holder["blocks"]), age)
-    return Group(routers, workers, blocks_of, holders)
+    return Group(routers, workers, blocks_of, holders if holders.row_count else title)
 
 
 def _watch(client: httpx.Client, as_json: bool, interval_s: float) -> None:

@@ -139,6 +139,17 @@ async def test_another_layout_is_refused_with_both_sides() -> None:
         assert [worker.worker_id for worker in service.registry.ready(Role.PREFILL)] == ["p0"]
 
 
+async def test_two_workers_of_one_name_are_told_apart_by_refusing_one() -> None:
+    async with serving() as (service, fleet):
+        twin = fleet.add(FakeWorker("p1", Role.PREFILL))
+        twin.info = replace(twin.info, worker_id="p0")
+        service.registry.set_members(["p0", "p1"], ["d0"])
+        await until(lambda: "is called p0, like the one at p0" in service.registry.worker("p1").reason)
+        assert [worker.address for worker in service.registry.ready(Role.PREFILL)] == ["p0"]
+        fleet.workers["p0"].kill()  # a name that is free again may be taken
+        await until(lambda: [worker.address for worker in service.registry.ready(Role.PREFILL)] == ["p1"])
+
+
 async def test_members_that_leave_finish_first() -> None:
     async with serving(decode=2) as (service, fleet):
         answer = asyncio.ensure_future(collect(service, a_request(max_tokens=30)))
