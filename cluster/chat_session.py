@@ -151,9 +151,12 @@ class ChatSession:
         record = self._client.record(last.request_id) if last.request_id else None
         self._note(printable(describe(last, record)))
         if len(self._answers) > 1:
-            prompt = sum(answer.prompt_tokens or 0 for answer in self._answers)
-            completion = sum(answer.completion_tokens or 0 for answer in self._answers)
-            self._note(f"all {len(self._answers)} answers: prompt {prompt} tokens, completion {completion} tokens")
+            counted = [answer for answer in self._answers if answer.prompt_tokens is not None]  # not stopped ones
+            prompt = sum(answer.prompt_tokens or 0 for answer in counted)
+            completion = sum(answer.completion_tokens or 0 for answer in counted)
+            of = f"{len(counted)} of {len(self._answers)} answers"
+            which = of if len(counted) < len(self._answers) else f"all {len(counted)} answers"
+            self._note(f"{which}: prompt {prompt} tokens, completion {completion} tokens")
 
 
 def describe(answer: Answer, record: Mapping[str, Any] | None) -> str:

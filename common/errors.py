@@ -202,14 +202,19 @@ def from_wire(code: str, message: str, param: str = "") -> BatonError:
     return BY_CODE.get(code, BatonError)(message, param=param or None)
 
 
+def _encodable(text: str | None) -> str | None:
+    """What a client sent may hold half of a surrogate pair, which no encoding has."""
+    return text if text is None else text.encode("utf-8", "backslashreplace").decode()
+
+
 def openai_body(error: BatonError) -> dict[str, dict[str, str | None]]:
     """The error in the form that OpenAI's clients parse."""
     _, kind = HTTP_STATUS[error.code]
     return {
         "error": {
-            "message": error.message,
+            "message": _encodable(error.message),
             "type": kind,
-            "param": error.param,
+            "param": _encodable(error.param),
             "code": error.code,
         }
     }

@@ -56,13 +56,14 @@ class Sampler:
         """
         if not rows:
             return []
-        low, high = torch.aminmax(logits, dim=-1)
-        broken = ~(torch.isfinite(low) & torch.isfinite(high))
-        if broken.any():
-            logits = logits.masked_fill(broken[:, None], 0.0)
+        logits, broken = _without_broken(logits)
         told = _Told.of(logits, rows)
-        _bias(logits, rows)
-        _penalize(logits, rows)
+        if any(row.state is not None for row in rows):
+            _bias(logits, rows)
+            _penalize(logits, rows)
+            # Whatever a client asked for may break its own row only.
+            logits, broken_now = _without_broken(logits)
+            broken |= broken_now
         self._mask(logits, rows)
         tokens = np.empty(len(rows), dtype=np.int64)
         greedy = [i for i, row in enumerate(rows) if row.greedy]
@@ -89,6 +90,13 @@ class Sampler:
                 which.extend(ids)
         if where:
             logits[where, which] = float("-inf")
+
+
+def _without_broken(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits with zeros in rows that hold anything but numbers, and which rows [R] those are."""
+    low, high = torch.aminmax(logits, dim=-1)
+    broken = ~(torch.isfinite(low) & torch.isfinite(high))
+    return (logits.masked_fill(broken[:, None], 0.0) if broken.any() else logits), broken
 
 
 class _Told:

@@ -60,14 +60,16 @@ class Gateway:
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return await off_loop(len(text), self.tokenizer.encode, text, add_special_tokens)
 
-    async def encode_chat(self, messages: list[Message], arguments: Mapping[str, Any]) -> list[int]:
-        """The ids of a conversation as the model's template renders it, with the template's ``arguments``."""
+    async def encode_chat(
+        self, messages: list[Message], arguments: Mapping[str, Any], add_special_tokens: bool = False
+    ) -> list[int]:
+        """The ids of a conversation as the model's template renders it, with the template's ``arguments``. It
+        spells special tokens out, so none are added as a rule."""
         rendered = [message.for_template() for message in messages]
         size = sum(len(message["content"]) for message in rendered)
 
         def encode() -> list[int]:
-            # The template spells the special tokens out.
-            return self.tokenizer.encode(self.tokenizer.render_chat(rendered, **arguments), False)
+            return self.tokenizer.encode(self.tokenizer.render_chat(rendered, **arguments), add_special_tokens)
 
         return await off_loop(size, encode)
 
@@ -101,8 +103,9 @@ class Gateway:
     ) -> None:
         """The ``n`` answers to one prompt, once all limits are checked."""
         length = prompt_limit(body, limits)
-        if length is not None:
+        if length is not None and length < len(prompt):
             prompt = truncated(prompt, length, body.truncation_side, self.tokenizer.bos_token_id)
+            echo = self.tokenizer.decode(prompt, body.skip_special_tokens) if echo else ""
         check_prompt(prompt, limits, param)
         sampling = sampling_params(body, len(prompt), limits, self.service.draw_seed())
         slo = body.slo.model_dump(exclude_none=True) if body.slo is not None else None
@@ -143,13 +146,17 @@ class Gateway:
 
     async def tokenize(self, body: TokenizeBody) -> list[int]:
         """Ids of a text, or of a conversation as the model's template renders it."""
+        if body.model is not None:
+            check_model(body.model, self.model_name)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
         if body.messages is not None:
             arguments = {"tools": body.tools or None, "add_generation_prompt": body.add_generation_prompt}
-            return await self.encode_chat(body.messages, arguments)
-        return await self.encode(body.prompt or "", body.add_special_tokens)
+            return await self.encode_chat(body.messages, arguments, bool(body.add_special_tokens))
+        return await self.encode(body.prompt or "", body.add_special_tokens is not False)
 
     async def detokenize(self, body: DetokenizeBody) -> str:
+        if body.model is not None:
+            check_model(body.model, self.model_name)
         check_token_ids(body.tokens, self.limits(), "tokens")
         return await off_loop(4 * len(body.tokens), self.tokenizer.decode, body.tokens, skip_special_tokens=False)

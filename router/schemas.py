@@ -56,7 +56,7 @@ class GenerationBody(_Body):
     top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(None, ge=-1, le=INT32, description="0 and -1: all tokens")
     min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=10, allow_inf_nan=False)
     presence_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float | None = Field(None, ge=-2, le=2, allow_inf_nan=False)
     logit_bias: dict[str, Bias] | None = Field(None, max_length=MAX_BIASES, description="token id → added logit")
@@ -203,7 +203,7 @@ class TokenizeBody(_Body):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     tools: list[dict[str, Any]] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = Field(None, description="default: around a prompt, not around messages")
     add_generation_prompt: bool = True
 
 
@@ -246,7 +246,7 @@ def _explained(error: ValidationError, body: dict[str, Any]) -> InvalidRequestEr
             param="prompt",
         )
     detail = max(details, key=lambda d: len(d["loc"]) if d["loc"][:1] == (field,) else 0)
-    path = ".".join(str(part) for part in detail["loc"] if not str(part).startswith(("list[", "str")))
+    path = ".".join(str(part) for part in detail["loc"] if part != "str" and not str(part).startswith("list["))
     if detail["type"] == "missing":
         return InvalidRequestError(f"{path} is required", param=path)
     if detail["type"] == "extra_forbidden":

@@ -238,6 +238,19 @@ def test_no_parameter_of_a_row_touches_another_row(rows: list[Row], seed: int) -
     assert batch == single
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_parameters_that_break_their_row_break_no_other(temperature: float) -> None:
+    """Whatever numbers get here: the row that overflows has an error, its neighbours their tokens."""
+    logits = distinct_logits(1, 3)
+    mad = SamplingParams(max_tokens=9, temperature=temperature, repetition_penalty=1e-300, num_logprobs=1)
+    calm = SamplingParams(max_tokens=9, temperature=temperature, seed=4)
+    rows = [Row(calm, [5]), Row(mad, list(range(VOCABULARY))), Row(calm, [6])]
+    results = Sampler(()).sample(logits.clone(), [row.sampling() for row in rows])
+    assert [result.error_code for result in results] == ["", "nonfinite_logits", ""]
+    for i in (0, 2):
+        assert results[i] == Sampler(()).sample(logits[i : i + 1].clone(), [rows[i].sampling()])[0]
+
+
 def test_of_equally_likely_tokens_the_smaller_ids_are_told() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 2.0, 0.0]])
     params = SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=3)

@@ -189,6 +189,14 @@ async def test_echo() -> None:
         assert choice["text"] == bytes(PROMPT).decode() + TEXT[:12]
 
 
+async def test_what_is_echoed_is_the_prompt_that_was_used() -> None:
+    async with http() as (client, _, _):
+        body = completion(prompt="Once upon", echo=True, logprobs=0, truncate_prompt_tokens=4, max_tokens=2)
+        (choice,) = await both_ways(client, "/v1/completions", body)
+        assert choice["text"] == "upon" + bytes(fake_answer(list(b"upon"), 2)).decode()
+        assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+
+
 @pytest.mark.parametrize("mode", ["split", "colocated"])
 @pytest.mark.parametrize("prompt", [PROMPT, [70]])
 async def test_echo_with_logprobs_tells_of_the_prompt(mode: str, prompt: list[int]) -> None:

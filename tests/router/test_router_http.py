@@ -124,7 +124,14 @@ async def test_sampling_reaches_the_workers() -> None:
         ({"stop": 5}, "stop", "valid string, got 5"),
         ({"frequency_penalty": 2.1}, "frequency_penalty", "less than or equal to 2, got 2.1"),
         ({"presence_penalty": -2.1}, "presence_penalty", "greater than or equal to -2, got -2.1"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0, got 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than or equal to 0.01, got 0"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than or equal to 0.01, got 1e-300"),
+        ({"stream": 1}, "stream", "stream: input should be a valid boolean, got 1"),
+        (
+            {"stream": True, "stream_options": {"include_usage": "yes"}},
+            "stream_options.include_usage",
+            "valid boolean, got 'yes'",
+        ),
         ({"min_p": 1.5}, "min_p", "less than or equal to 1, got 1.5"),
         ({"logit_bias": {"7": 101}}, "logit_bias.7", "less than or equal to 100, got 101"),
         ({"logit_bias": {"seven": 1}}, "logit_bias", "a key is a token id in decimal, got 'seven'"),
@@ -170,6 +177,23 @@ async def test_refusals_name_field_limit_and_value(
             assert error["param"] == param
         assert error["type"] == "invalid_request_error"
         assert not fleet.workers["d0"].seen
+
+
+async def test_what_cannot_be_encoded_is_named_all_the_same() -> None:
+    async with http() as (client, _, _):
+        for body in (b'{"model": "fake", "prompt": "a", "\\ud800": 1}', b'{"model": "\\ud800", "prompt": "a"}'):
+            response = await client.post("/v1/completions", content=body)
+            assert response.status_code in (400, 404)
+            assert "\\ud800" in response.json()["error"]["message"]
+
+
+async def test_tokenizing_for_another_model_is_refused() -> None:
+    async with http() as (client, _, _):
+        for path, fields in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [65]})):
+            assert (await client.post(path, json=fields | {"model": "fake"})).status_code == 200
+            refused = await client.post(path, json=fields | {"model": "other"})
+            assert refused.status_code == 404
+            assert refused.json()["error"]["param"] == "model"
 
 
 async def test_neutral_values_of_fields_that_are_not_served() -> None:
