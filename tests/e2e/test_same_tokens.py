@@ -22,7 +22,7 @@ BLOCK = 16
 BLOCK_BYTES = 30 * 2 * BLOCK * 3 * 64 * 4  # layers × (K, V) × tokens × heads × dim × float32
 NEAR_TIE = 1e-3
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(5400)]
 
 
 class Oracle:
