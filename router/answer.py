@@ -58,6 +58,7 @@ class Answer:
         self.tokens: list[int] = []
         self.logprobs: list[Logprobs] = []
         self._wants_logprobs = wants_logprobs
+        self._cut = False
         self.duplicates = 0
         self._expected_twice: list[int] = []
         self._finished: Finished | None = None
@@ -104,7 +105,8 @@ class Answer:
         if self._wants_logprobs and len(logprobs) != len(tokens):
             raise HandoffError(f"{len(tokens)} tokens came with the logprobs of {len(logprobs)}")
         if self.ended:
-            self._count_repeats(first_index, len(tokens))
+            if not self._cut:  # else they are what its reader did not want, and nobody sent them twice
+                self._count_repeats(first_index, len(tokens))
             return 0
         known = len(self.tokens) - first_index
         if known < 0:
@@ -146,6 +148,7 @@ class Answer:
         if self._error is None:
             del self.tokens[num_tokens:], self.logprobs[num_tokens:]
             self._finished = Finished(FinishReason.STOP, usage)
+            self._cut = True
             self._changed.set()
 
     def fail(self, error: BatonError) -> None:

@@ -284,3 +284,14 @@ def test_records_keep_the_last_ones():
     assert records.num_live == 0
     assert records.find("r1") is None
     assert records.find("r3") is made[3]
+
+
+async def test_tokens_beyond_a_cut_are_dropped_and_are_no_duplicates() -> None:
+    answer = Answer()
+    answer.accept(0, [5, 6, 7, 8])
+    answer.cut(2, Usage(1, 0, 2))
+    assert answer.accept(4, [9, 10]) == 0
+    assert answer.accept(6, [11]) == 0
+    assert (answer.tokens, answer.duplicates) == ([5, 6], 0)
+    events = [event async for event in answer.events()]
+    assert events == [NewTokens(0, (5, 6)), Finished(FinishReason.STOP, Usage(1, 0, 2))]
