@@ -14,6 +14,8 @@ from rpc.connection import SERVER_OPTIONS
 from rpc.generation import GenerationServicer
 from rpc.generation_service import GenerationService
 from rpc.health import ReadinessHealth
+from rpc.malformed import RefusesMalformed
+from rpc.rich_status import abort_richly
 from rpc.servers import bind_port
 from rpc.v1 import generation_pb2 as pb
 from rpc.v1 import generation_pb2_grpc as pb_grpc
@@ -28,7 +30,7 @@ class GatewayServer:
 
     def __init__(self, watch_interval_s: float = 2.0) -> None:
         self._watch_interval_s = watch_interval_s
-        self._server = grpc.aio.server(options=list(SERVER_OPTIONS))
+        self._server = grpc.aio.server(interceptors=[RefusesMalformed(abort_richly)], options=list(SERVER_OPTIONS))
         self._health: ReadinessHealth | None = None
 
     def bind(self, host: str, port: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from common.errors import InvalidRequestError
 from rpc import generation_form as form
 from rpc.generation_service import AnswerChunk, GenerationService
 from rpc.rich_status import abort_richly
@@ -72,4 +73,7 @@ class GenerationServicer(pb_grpc.GenerationServicer):
         self, request_id: str, request: pb.GenerateRequest, context: Any
     ) -> AsyncGenerator[AnswerChunk, None]:
         fields, chat = form.generation_fields(request)
-        return await self._service.open(request_id, fields, chat=chat, deadline_s=context.time_remaining())
+        try:
+            return await self._service.open(request_id, fields, chat=chat, deadline_s=context.time_remaining())
+        except InvalidRequestError as error:
+            raise (error if chat else form.as_the_client_said(error)) from error.__cause__

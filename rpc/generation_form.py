@@ -96,6 +96,13 @@ def _merge_logprobs(fields: dict[str, Any]) -> None:
         )
 
 
+def as_the_client_said(error: InvalidRequestError) -> InvalidRequestError:
+    """``error`` over the fields of a completion, with the name that the field has in the request."""
+    if error.param != "logprobs":
+        return error
+    return InvalidRequestError(error.message.replace("logprobs", "top_logprobs", 1), param="top_logprobs")
+
+
 def _parsed(text: str, param: str) -> Any:
     def refuse(name: str) -> NoReturn:
         raise InvalidRequestError(f"{param} is not JSON: {name} is no JSON number", param=param)

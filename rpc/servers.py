@@ -18,8 +18,10 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from common.errors import ConfigError
 from rpc.connection import SERVER_OPTIONS, SecretInterceptor
 from rpc.kv_channel import KVService, KVServicer
+from rpc.malformed import RefusesMalformed
 from rpc.servicers import DecodeServicer, PrefillServicer, WorkerServicer
 from rpc.services import DecodeService, PrefillService, WorkerService
+from rpc.status import abort
 from rpc.v1 import worker_pb2 as pb
 from rpc.v1 import worker_pb2_grpc as pb_grpc
 
@@ -33,7 +35,7 @@ class WorkerServer:
     """
 
     def __init__(self, *, secret: str | None = None) -> None:
-        self._interceptors = [] if secret is None else [SecretInterceptor(secret)]
+        self._interceptors = [*([] if secret is None else [SecretInterceptor(secret)]), RefusesMalformed(abort)]
         self._server: grpc.aio.Server | None = None
         self._health = health_aio.HealthServicer()
         self._served: list[str] = [""]

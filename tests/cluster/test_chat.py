@@ -254,6 +254,7 @@ def test_the_real_model_answers_on_a_terminal_and_in_a_pipe(tmp_path: Path) -> N
         terminal.expect(PROMPT)
         terminal.type("/stats\r")
         terminal.expect("prefill-0 → decode-0")
+        terminal.expect(PROMPT)  # or the space awaited below would be the prompt's
         terminal.type("Tell me a very long story.\r")
         terminal.expect("story.\r\n")
         terminal.expect(" ")

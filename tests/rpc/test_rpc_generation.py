@@ -192,6 +192,19 @@ async def test_messages_over_the_limit_are_refused_with_both_sizes(stub: Generat
     assert str(MAX_MESSAGE_BYTES) in (status.details() or "")
 
 
+async def test_bytes_that_are_no_message_are_the_clients_fault(
+    channel: grpc.aio.Channel, service: ScriptedGeneration, caplog: pytest.LogCaptureFixture
+) -> None:
+    for call in (channel.unary_unary, channel.unary_stream):
+        name = "Generate" if call == channel.unary_unary else "GenerateStream"
+        answer = call(f"/baton.v1.Generation/{name}")(b"\xff\xff\xff")
+        error = await failed(answer if name == "Generate" else answer.read())
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"/baton.v1.Generation/{name}: the request is malformed: 3 bytes" in str(error.details())
+    assert service.asked == []
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("pause_after", [0, 2])
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_cancelled_call_closes_the_answer(
