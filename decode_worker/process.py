@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
 
 from common.config import Config
 from common.failpoints import Failpoints
@@ -15,6 +16,8 @@ from decode_worker.worker import DecodeWorker
 from engine.assembly import describe, load_runner, make_pool
 from kv_transfer.host import host_id
 from kv_transfer.receiver import Receiver
+from kv_transfer.transports.available import make_transports
+from rpc import kv_channel
 from rpc.servers import WorkerServer
 
 
@@ -32,9 +35,10 @@ async def run_decode_worker(
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
     runner = await load_runner(config, progress)
-    receiver = Receiver(runner.cache, config.transfer, host_id())
+    connect = partial(kv_channel.connect, secret=config.cluster.secret)
+    transports = make_transports(config.transfer, host_id(), address, connect)
+    receiver = Receiver(runner.cache, config.transfer, host_id(), transports)
     await receiver.start()
-    receiver.advertise("grpc", address)
     pool = make_pool(config, runner)
     scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)
     role = Role.BOTH if config.mode == "colocated" else Role.DECODE

@@ -38,8 +38,8 @@ class ByteChannel(Protocol):
 
 
 Connector = Callable[[str], Awaitable[ByteChannel]]
-"""Connects to the address of an offer. Raises WorkerLostError when nobody answers there (the next
-transport is tried), other BatonErrors when the peer refuses (none is).
+"""Connects to an address. Raises WorkerLostError when nobody answers there, other BatonErrors when the
+peer refuses.
 """
 
 
@@ -74,13 +74,10 @@ class FrameChannel(Protocol):
         ...
 
     def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        """The payload of a received piece, read-only, valid until the piece is acknowledged.
+        """The payload of a received piece, read-only, valid until its acknowledgement goes through `send`.
 
         Raises HandoffError when it is not ``num_bytes`` long or lies outside the shared memory.
         """
         ...
 
     async def close(self) -> None: ...
-
-
-FrameConnector = Callable[[str], Awaitable[FrameChannel]]

@@ -1,9 +1,8 @@
 """The receiving side of the handoff seam (KVReceiver): lets senders write into reserved blocks.
 
-    receiver = Receiver(pool, config.transfer, host_id())
-    await receiver.start()                          # shared memory senders may come
-    receiver.advertise("grpc", "10.0.0.7:7001")     # once the server knows its port
-    await receiver.serve(channel)                   # the server does, for each channel that comes in
+    receiver = Receiver(pool, config.transfer, host_id(), transports)
+    await receiver.start()                          # senders may come, `offers` says how
+    await receiver.serve(channel)                   # the worker's server does, for each byte channel that comes in
     receiver.expect(ticket, listener)
 
 One coroutine serves one channel and takes its frames in order; tickets are shared by all channels.
@@ -15,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, TicketError, WorkerLostError
@@ -25,17 +25,26 @@ from kv_transfer.channel import ByteChannel, FrameChannel
 from kv_transfer.frames import Abort, Commit, Error, Frame, Open, OpenAck, Piece, PieceAck, Receipt
 from kv_transfer.pool import BlockPool
 from kv_transfer.session import Arrival, ArrivalListener, Opening, TransferCounters
-from kv_transfer.transports.inline import InlineFrames
-from kv_transfer.transports.shm import ShmListener
+from kv_transfer.transport import CarriedTransport, Transport
+from kv_transfer.transports.carried import read_hello
 
 log = logging.getLogger(__name__)
 
+HELLO_TIMEOUT_S = 5.0
+
 
 class Receiver:
-    """A KVReceiver. ``run_blocking`` runs the copies into the pool (default: a thread of its own)."""
+    """A KVReceiver. ``transports`` in order of preference. ``run_blocking`` runs the copies into the pool
+    (default: a thread of its own).
+    """
 
     def __init__(
-        self, pool: BlockPool, config: TransferConfig, host_id: str, run_blocking: RunBlocking | None = None
+        self,
+        pool: BlockPool,
+        config: TransferConfig,
+        host_id: str,
+        transports: Sequence[Transport],
+        run_blocking: RunBlocking | None = None,
     ) -> None:
         self.counters = TransferCounters()
         self._pool = pool
@@ -44,26 +53,21 @@ class Receiver:
         self._thread = CopyThread("kv-receive")
         self._run_blocking: RunBlocking = run_blocking or self._thread
         self._arrivals: dict[str, Arrival] = {}
-        self._addresses: dict[str, str] = {}
-        self._shm: ShmListener | None = None
+        self._transports = tuple(transports)
+        self._offers: list[TransportOffer] = []
         self._tasks = Tasks()
 
     async def start(self) -> None:
-        """Listens for senders of the same host, when shared memory is among the transports."""
-        if "shm" in self._config.transports and self._host_id:
-            self._shm = ShmListener(self.serve_frames)
-            self._shm.start()
-            self.advertise("shm", self._shm.address)
-
-    def advertise(self, transport: str, address: str) -> None:
-        """Offers ``transport`` from now on. Ignored when the configuration does not have it."""
-        self._addresses[transport] = address
+        """Lets senders in over each transport that works here."""
+        for transport in self._transports:
+            address = await transport.listen(self.serve_frames)
+            if address is not None:
+                self._offers.append(TransportOffer(transport.name, address, self._host_id))
 
     @property
     def offers(self) -> tuple[TransportOffer, ...]:
-        """The ways in, in the configuration's order of preference."""
-        names = [name for name in self._config.transports if name in self._addresses]
-        return tuple(TransportOffer(name, self._addresses[name], self._host_id) for name in names)
+        """The ways in, in order of preference."""
+        return tuple(self._offers)
 
     def expect(self, ticket: Ticket, listener: ArrivalListener) -> None:
         """Accepts writes under ``ticket`` from now on. Raises LayoutMismatchError or TicketError."""
@@ -85,21 +89,41 @@ class Receiver:
         await arrival.settled()
 
     async def serve(self, channel: ByteChannel) -> None:
-        """Serves one incoming channel until it ends, and closes it."""
-        await self.serve_frames(InlineFrames(channel, capacity_bytes=0))
+        """Serves one incoming byte channel until it ends, and closes it. Raises HandoffError when it is
+        for no transport of this worker.
+        """
+        try:
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                name = await read_hello(channel)
+                if not name:
+                    return
+                frames = await self._carried(name).accept(channel)
+        except TimeoutError:
+            raise HandoffError(f"a KV channel has to say what it is for within {HELLO_TIMEOUT_S} s") from None
+        except BaseException:
+            await channel.close()
+            raise
+        await self.serve_frames(frames)
 
     async def serve_frames(self, channel: FrameChannel) -> None:
-        """The same for a channel of frames."""
+        """Serves one incoming channel of frames until it ends, and closes it."""
         await _ServedChannel(self, channel).run()
 
     async def close(self) -> None:
         """Refuses everything from now on; no write touches the pool after it returns."""
-        if self._shm is not None:
-            await self._shm.close()
+        for transport in self._transports:
+            await transport.close()
         for ticket_id in list(self._arrivals):
             await self.forget(ticket_id)
         await self._tasks.close()
         self._thread.close()
+
+    def _carried(self, name: str) -> CarriedTransport:
+        for transport in self._transports:
+            if transport.name == name and isinstance(transport, CarriedTransport):
+                return transport
+        known = ", ".join(transport.name for transport in self._transports)
+        raise HandoffError(f"this worker has no transport {name!r} on a KV channel; it has {known}")
 
     # for the channels
 

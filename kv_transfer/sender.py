@@ -5,7 +5,7 @@ when it does not connect, the next one is tried, and that is counted. One link p
 address) lives as long as its channel and carries all handoffs of the pair; after a failure the next
 handoff connects anew.
 
-    sender = Sender(pool, config.transfer, host_id(), {"grpc": connect})
+    sender = Sender(pool, config.transfer, transports)
     push = await sender.open(ticket, block_ids)
     push.push(layer=0, first=0, count=4)
     receipt = await push.commit(commit)
@@ -15,25 +15,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, ConfigError, HandoffError, WorkerLostError
 from common.lifecycle import Tasks
 from common.messages import KVLayout, Ticket, TransportOffer
 from kv_transfer.blocking import CopyThread, RunBlocking
-from kv_transfer.channel import Connector, FrameChannel
 from kv_transfer.frames import MAX_PAYLOAD_BYTES
 from kv_transfer.layout import check_equal
 from kv_transfer.link import Link
 from kv_transfer.pool import BlockPool
 from kv_transfer.session import Push, TransferCounters
-from kv_transfer.transports import shm
-from kv_transfer.transports.inline import InlineFrames
+from kv_transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
-SAME_HOST = frozenset({"shm"})
 CONNECT_TIMEOUT_S = 5.0
 _FRAME_BYTES = 1 << 20
 _FRAMES_IN_FLIGHT = 4
@@ -41,25 +38,21 @@ _FRAMES_IN_FLIGHT = 4
 
 
 class Sender:
-    """A KVSender. ``connectors``: transport name → how to connect to an offer's address.
-
-    Shared memory needs no connector. ``run_blocking`` runs the copies out of the pool (default: a
-    thread of its own).
+    """A KVSender. ``transports`` in order of preference. ``run_blocking`` runs the copies out of the pool
+    (default: a thread of its own).
     """
 
     def __init__(
         self,
         pool: BlockPool,
         config: TransferConfig,
-        host_id: str,
-        connectors: Mapping[str, Connector],
+        transports: Sequence[Transport],
         run_blocking: RunBlocking | None = None,
     ) -> None:
         self.counters = TransferCounters()
         self._pool = pool
         self._config = config
-        self._host_id = host_id
-        self._connectors = connectors
+        self._transports = tuple(transports)
         self._frame_blocks = frame_blocks(pool.layout, config.staging_bytes)
         self._thread = CopyThread("kv-send")
         self._run_blocking: RunBlocking = run_blocking or self._thread
@@ -79,20 +72,20 @@ class Sender:
                 f"ticket {ticket.ticket_id} is for {len(ticket.block_ids)} blocks, {len(block_ids)} were given"
             )
         lost: WorkerLostError | None = None
-        for offer in self._ways(ticket):
+        for transport, offer in self._ways(ticket):
             if lost is not None:
                 self.counters.fallbacks += 1
                 log.warning("transfer to %s falls back to %s: %s", ticket.worker_id, offer.name, lost)
             try:
-                return await self._open_over(offer, ticket, block_ids)
+                return await self._open_over(transport, offer, ticket, block_ids)
             except WorkerLostError as error:
                 lost = error
         if lost is not None:
             raise lost
         offered = ", ".join(f"{offer.name} on host {offer.host_id or '?'}" for offer in ticket.offers)
         raise HandoffError(
-            f"no common transport: here {', '.join(self._config.transports)} on host {self._host_id or '?'}, "
-            f"worker {ticket.worker_id} offers {offered or 'none'}"
+            f"no common transport: here {', '.join(each.name for each in self._transports) or 'none'}, "
+            f"worker {ticket.worker_id} offers {offered or 'none'} that can be reached from here"
         )
 
     async def close(self) -> None:
@@ -103,16 +96,15 @@ class Sender:
             await link.close(WorkerLostError("this sender was closed"))
         self._thread.close()
 
-    def _ways(self, ticket: Ticket) -> Iterator[TransportOffer]:
-        for name in self._config.transports:
-            if name != "shm" and name not in self._connectors:
-                continue
+    def _ways(self, ticket: Ticket) -> Iterator[tuple[Transport, TransportOffer]]:
+        for transport in self._transports:
             for offer in ticket.offers:
-                same_host = self._host_id != "" and offer.host_id == self._host_id
-                if offer.name == name and (same_host or name not in SAME_HOST):
-                    yield offer
+                if offer.name == transport.name and transport.reaches(offer):
+                    yield transport, offer
 
-    async def _open_over(self, offer: TransportOffer, ticket: Ticket, block_ids: Sequence[int]) -> Push:
+    async def _open_over(
+        self, transport: Transport, offer: TransportOffer, ticket: Ticket, block_ids: Sequence[int]
+    ) -> Push:
         known = self._links.get((offer.name, offer.address))
         if known is not None:
             try:
@@ -121,18 +113,18 @@ class Sender:
                 if known.lost is None:
                     raise
                 # The channel had died unnoticed (the peer was restarted, say): one fresh attempt.
-        link = await self._connect(offer.name, offer.address)
+        link = await self._connect(transport, offer.address)
         return await link.open(ticket, block_ids)
 
-    async def _connect(self, transport: str, address: str) -> Link:
+    async def _connect(self, transport: Transport, address: str) -> Link:
         """The link to ``address``; whoever comes while it is being made waits for the same one."""
-        key = transport, address
+        key = transport.name, address
         if self._closed:
             raise WorkerLostError("this sender was closed")
         if key in self._links:
             return self._links[key]
         if key not in self._connecting:
-            task = self._tasks.spawn(self._make_link(transport, address), f"kv {transport} connect")
+            task = self._tasks.spawn(self._make_link(transport, address), f"kv {transport.name} connect")
             self._connecting[key] = task
             task.add_done_callback(lambda _: self._connecting.pop(key, None))
         task = self._connecting[key]
@@ -144,28 +136,24 @@ class Sender:
             raise outcome
         return outcome
 
-    async def _make_link(self, transport: str, address: str) -> Link | BatonError:
-        key = transport, address
+    async def _make_link(self, transport: Transport, address: str) -> Link | BatonError:
+        name = transport.name
+        key = name, address
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                channel = await self._make_channel(transport, address)
+                channel = await transport.connect(address)
         except BatonError as error:
             return error
         except TimeoutError:
-            return WorkerLostError(f"no {transport} connection to {address} within {CONNECT_TIMEOUT_S} s")
+            return WorkerLostError(f"no {name} connection to {address} within {CONNECT_TIMEOUT_S} s")
 
         def forget(link: Link) -> None:
             if self._links.get(key) is link:
                 del self._links[key]
 
-        link = Link(channel, transport, self._pool, self._frame_blocks, self._run_blocking, self.counters, forget)
+        link = Link(channel, name, self._pool, self._frame_blocks, self._run_blocking, self.counters, forget)
         self._links[key] = link
         return link
-
-    async def _make_channel(self, transport: str, address: str) -> FrameChannel:
-        if transport == "shm":
-            return await shm.connect(address, self._config.staging_bytes)
-        return InlineFrames(await self._connectors[transport](address), self._config.staging_bytes)
 
 
 def frame_blocks(layout: KVLayout, staging_bytes: int) -> int:

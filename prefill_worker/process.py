@@ -14,6 +14,7 @@ from common.messages import Role, WorkerState
 from engine.assembly import describe, load_runner, make_pool
 from kv_transfer.host import host_id
 from kv_transfer.sender import Sender
+from kv_transfer.transports.available import make_transports
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.worker import PrefillWorker
 from rpc import kv_channel
@@ -32,12 +33,8 @@ async def run_prefill_worker(
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
     runner = await load_runner(config, progress)
-    sender = Sender(
-        runner.cache,
-        config.transfer,
-        host_id(),
-        {"grpc": partial(kv_channel.connect, secret=config.cluster.secret)},
-    )
+    connect = partial(kv_channel.connect, secret=config.cluster.secret)
+    sender = Sender(runner.cache, config.transfer, make_transports(config.transfer, host_id(), address, connect))
     pool = make_pool(config, runner)
     scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
     info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())

@@ -23,15 +23,17 @@ import os
 import secrets
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
 from common.lifecycle import Tasks
-from kv_transfer.channel import Bytes, Staged
+from common.messages import TransportOffer
+from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import INLINE, Frame, Piece, decode, encode
+from kv_transfer.transport import Serve
 from kv_transfer.transports.staging import Ring
 
 log = logging.getLogger(__name__)
@@ -144,10 +146,36 @@ async def connect(address: str, capacity_bytes: int) -> SharedFrames:
     return SharedFrames(sock, memory, is_sender=True)
 
 
+class Shm:
+    """The Transport. ``host_id`` names this machine in offers (`host.py`)."""
+
+    name = "shm"
+
+    def __init__(self, host_id: str, staging_bytes: int) -> None:
+        self._host_id = host_id
+        self._staging_bytes = staging_bytes
+        self._listener: ShmListener | None = None
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        return offer.name == self.name and offer.host_id == self._host_id
+
+    async def listen(self, serve: Serve) -> str | None:
+        self._listener = ShmListener(serve)
+        self._listener.start()
+        return self._listener.address
+
+    async def connect(self, address: str) -> FrameChannel:
+        return await connect(address, self._staging_bytes)
+
+    async def close(self) -> None:
+        if self._listener is not None:
+            await self._listener.close()
+
+
 class ShmListener:
     """Accepts senders of this host and user, and hands each one's channel to ``serve``."""
 
-    def __init__(self, serve: Callable[[SharedFrames], Awaitable[None]]) -> None:
+    def __init__(self, serve: Serve) -> None:
         self.address = f"@baton-kv-{os.getpid()}-{secrets.token_hex(8)}"
         self._serve = serve
         self._tasks = Tasks()

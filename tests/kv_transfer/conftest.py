@@ -12,14 +12,17 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import BatonError, WorkerLostError
-from common.messages import HandoffCommit, KVLayout, Ticket
-from kv_transfer.channel import ByteChannel
+from common.messages import HandoffCommit, KVLayout, Ticket, TransportOffer
+from kv_transfer.channel import ByteChannel, Connector, FrameChannel
 from kv_transfer.host import host_id
 from kv_transfer.plan import num_pieces
 from kv_transfer.pool import NumpyPool
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
+from kv_transfer.transport import Serve, Transport
+from kv_transfer.transports.inline import InlineFrames
 from kv_transfer.transports.memory import MemoryChannel, channel_pair
+from kv_transfer.transports.shm import Shm
 
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -58,10 +61,33 @@ class Listener:
         self.changed.set()
 
 
+class InMemory:
+    """A Transport between the two ends of a `Pair`."""
+
+    name = "memory"
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+
+    def reaches(self, offer: TransportOffer) -> bool:
+        return offer.name == self.name
+
+    async def listen(self, serve: Serve) -> str | None:
+        return "here"
+
+    async def connect(self, address: str) -> FrameChannel:
+        return InlineFrames(await self._pair.connect(address), self._pair.config.staging_bytes)
+
+    async def close(self) -> None:
+        pass
+
+
 class Pair:
     """One sender and one receiver. ``wrap`` may put something around the sender's end of a channel."""
 
-    def __init__(self, layout: KVLayout, num_blocks: int, config: TransferConfig, run_blocking: Any) -> None:
+    def __init__(
+        self, layout: KVLayout, num_blocks: int, config: TransferConfig, transports: Sequence[str], run_blocking: Any
+    ) -> None:
         rng = np.random.default_rng(7)
         self.source = NumpyPool(layout, num_blocks)
         self.source.data[:] = rng.integers(0, 256, self.source.data.shape, dtype=np.uint8)
@@ -71,20 +97,23 @@ class Pair:
         self.channels: list[MemoryChannel] = []
         self.served: list[asyncio.Task[None]] = []
         self.wrap: Callable[[MemoryChannel], ByteChannel] = lambda channel: channel
-        self.receiver = Receiver(self.target, config, host_id(), run_blocking)
-        self.receiver.advertise("local", "here")
+        self.connect: Connector = self._connect
+        self.transports: list[Transport] = [
+            InMemory(self) if name == "memory" else Shm(host_id(), config.staging_bytes) for name in transports
+        ]
+        self.receiver = Receiver(self.target, config, host_id(), self.transports, run_blocking)
         self.sender = self.new_sender()
         self._tickets = 0
 
     def new_sender(self, pool: NumpyPool | None = None) -> Sender:
-        return Sender(pool or self.source, self.config, host_id(), {"local": self.connect}, self.run_blocking)
+        return Sender(pool or self.source, self.config, self.transports, self.run_blocking)
 
-    async def connect(self, address: str) -> ByteChannel:
+    async def _connect(self, address: str) -> ByteChannel:
         if address != "here":
             raise WorkerLostError(f"nobody at {address}")
         near, far = channel_pair()
         self.channels.append(near)
-        self.served.append(asyncio.ensure_future(self.receiver.serve(far)))
+        self.served.append(asyncio.ensure_future(self.receiver.serve_frames(InlineFrames(far, 0))))
         return self.wrap(near)
 
     def ticket(self, block_ids: Sequence[int], **changes: Any) -> Ticket:
@@ -141,11 +170,11 @@ async def make_pair() -> AsyncIterator[MakePair]:
     async def make(
         layout: KVLayout = LAYOUT,
         num_blocks: int = 16,
-        transports: Sequence[str] = ("local",),
+        transports: Sequence[str] = ("memory",),
         run_blocking: Any = None,
         **config: Any,
     ) -> Pair:
-        pair = Pair(layout, num_blocks, TransferConfig(transports=tuple(transports), **config), run_blocking)
+        pair = Pair(layout, num_blocks, TransferConfig(**config), transports, run_blocking)
         await pair.receiver.start()
         pairs.append(pair)
         return pair

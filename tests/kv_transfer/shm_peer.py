@@ -18,6 +18,7 @@ from kv_transfer.host import host_id
 from kv_transfer.pool import NumpyPool
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
+from kv_transfer.transports.shm import Shm
 
 LAYOUT = KVLayout(model="tiny", num_layers=4, num_kv_heads=4, head_dim=32, block_size=16, dtype="float32")
 NUM_BLOCKS = 64
@@ -68,7 +69,7 @@ def say(line: str) -> None:
 
 async def receive() -> None:
     pool = NumpyPool(LAYOUT, NUM_BLOCKS)
-    receiver = Receiver(pool, CONFIG, host_id())
+    receiver = Receiver(pool, CONFIG, host_id(), [Shm(host_id(), CONFIG.staging_bytes)])
     await receiver.start()
     address = receiver.offers[0].address
     for ticket_id in ("t1", "t2"):
@@ -78,7 +79,7 @@ async def receive() -> None:
 
 
 async def send(address: str) -> None:
-    sender = Sender(make_pool(5), CONFIG, host_id(), {})
+    sender = Sender(make_pool(5), CONFIG, [Shm(host_id(), CONFIG.staging_bytes)])
     await push_everything(sender, make_ticket("t1", address))
     second = make_ticket("t2", address)
     push = await sender.open(second, second.block_ids)

@@ -23,6 +23,7 @@ from common.messages import TransportOffer
 from kv_transfer.blocking import CopyThread, uninterrupted
 from kv_transfer.frames import TRANSFER_VERSION, Abort, Error, Frame, Open, OpenAck, Piece, Receipt, decode, encode
 from kv_transfer.pool import NumpyPool
+from kv_transfer.transports.inline import InlineFrames
 from kv_transfer.transports.memory import MemoryChannel, channel_pair
 
 
@@ -527,33 +528,35 @@ async def test_connecting_has_a_deadline(make_pair: Any, monkeypatch: pytest.Mon
     async def never(address: str) -> Any:
         await asyncio.Event().wait()
 
-    pair.sender._connectors = {"local": never}
+    pair.connect = never
     ticket, _ = pair.expect([1])
     with pytest.raises(WorkerLostError, match=r"within 0\.02 s"):
         await pair.sender.open(ticket, [1])
 
 
 async def test_fallback_to_the_next_transport_is_counted(make_pair: Any) -> None:
-    pair = await make_pair(transports=("shm", "local"))
-    shm, local = pair.receiver.offers
-    assert (shm.name, local.name) == ("shm", "local")
+    pair = await make_pair(transports=("shm", "memory"))
+    shm, memory = pair.receiver.offers
+    assert (shm.name, memory.name) == ("shm", "memory")
     broken = TransportOffer("shm", "@baton-kv-nobody", shm.host_id)
-    ticket, _ = pair.expect([1], offers=(broken, local))
+    ticket, _ = pair.expect([1], offers=(broken, memory))
     push = await push_all(pair, ticket, [2])
-    assert push.transport == "local"
+    assert push.transport == "memory"
     await push.commit(pair.commit(ticket))
     assert pair.sender.counters.fallbacks == 1
 
 
 async def test_shared_memory_is_for_the_same_host(make_pair: Any) -> None:
-    pair = await make_pair(transports=("shm", "local"))
-    shm, local = pair.receiver.offers
+    pair = await make_pair(transports=("shm", "memory"))
+    shm, memory = pair.receiver.offers
     elsewhere = dataclasses.replace(shm, host_id="elsewhere")
-    ticket, _ = pair.expect([1], offers=(elsewhere, local))
-    assert (await pair.sender.open(ticket, [2])).transport == "local"
+    ticket, _ = pair.expect([1], offers=(elsewhere, memory))
+    assert (await pair.sender.open(ticket, [2])).transport == "memory"
     assert pair.sender.counters.fallbacks == 0
     alone, _ = pair.expect([1], offers=(elsewhere,))
-    with pytest.raises(HandoffError, match=r"no common transport: here shm, local on host .* offers shm on host else"):
+    with pytest.raises(
+        HandoffError, match=r"no common transport: here shm, memory, worker decode-0 offers shm on host else"
+    ):
         await pair.sender.open(alone, [2])
 
 
@@ -564,7 +567,7 @@ async def test_a_broken_frame_ends_its_channel(make_pair: Any, data: bytes) -> N
     pair = await make_pair()
     ticket, listener = pair.expect([1])
     near, far = channel_pair()
-    served = asyncio.ensure_future(pair.receiver.serve(far))
+    served = asyncio.ensure_future(pair.receiver.serve_frames(InlineFrames(far, 0)))
     await near.send(encode(Open(1, TRANSFER_VERSION, 1, ticket.secret, ticket.ticket_id, ticket.layout)))
     assert decode(await near.receive()) == OpenAck(1, True)
     await near.send(data)
@@ -580,7 +583,7 @@ async def test_a_broken_frame_ends_its_channel(make_pair: Any, data: bytes) -> N
 async def test_frames_for_streams_that_are_over_do_no_harm(make_pair: Any) -> None:
     pair = await make_pair()
     near, far = channel_pair()
-    served = asyncio.ensure_future(pair.receiver.serve(far))
+    served = asyncio.ensure_future(pair.receiver.serve_frames(InlineFrames(far, 0)))
     await near.send(encode(Abort(7, "never opened")))
     await near.close()
     await served

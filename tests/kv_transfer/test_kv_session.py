@@ -16,11 +16,12 @@ from kv_transfer.frames import TRANSFER_VERSION, Error, Open, OpenAck, Piece, Pi
 from kv_transfer.plan import planned_bytes
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
+from kv_transfer.transports.inline import InlineFrames
 from kv_transfer.transports.memory import channel_pair
 from prefill_worker.ports import KVPush, KVSender
 
 
-@pytest.mark.parametrize("transports", [("local",), ("shm",)])
+@pytest.mark.parametrize("transports", [("memory",), ("shm",)])
 async def test_blocks_arrive_layer_by_layer(make_pair: Any, transports: Any) -> None:
     pair = await make_pair(transports=transports)
     source, target = [3, 9, 1, 0], [5, 2, 7, 15]
@@ -105,7 +106,7 @@ async def test_one_channel_carries_all_handoffs_of_a_pair(make_pair: Any) -> Non
     pair.assert_moved([9] * 8, range(8))
 
 
-@pytest.mark.parametrize("transports", [("local",), ("shm",)])
+@pytest.mark.parametrize("transports", [("memory",), ("shm",)])
 async def test_concurrent_transfers_of_random_blocks(make_pair: Any, transports: Any) -> None:
     """32 handoffs at once into one receiver, through staging that holds a fraction of them."""
     pair = await make_pair(num_blocks=512, transports=transports, staging_bytes=1 << 16)
@@ -154,7 +155,7 @@ async def test_bytes_in_flight_stay_within_staging(make_pair: Any) -> None:
     async def connect(address: str) -> Any:
         return near
 
-    pair.sender._connectors = {"local": connect}
+    pair.connect = connect
     ticket = pair.ticket(range(600))
     opening = asyncio.ensure_future(pair.sender.open(ticket, range(600)))
     frame = decode(await far.receive())
@@ -219,7 +220,7 @@ async def test_a_second_opening_on_the_same_channel_replaces_the_first(make_pair
     pair = await make_pair()
     ticket, listener = pair.expect([1])
     near, far = channel_pair()
-    served = asyncio.ensure_future(pair.receiver.serve(far))
+    served = asyncio.ensure_future(pair.receiver.serve_frames(InlineFrames(far, 0)))
     await near.send(encode(Open(1, TRANSFER_VERSION, 1, ticket.secret, ticket.ticket_id, ticket.layout)))
     await near.send(encode(Open(2, TRANSFER_VERSION, 1, ticket.secret, ticket.ticket_id, ticket.layout)))
     assert [decode(await near.receive()) for _ in range(2)] == [OpenAck(1, True), OpenAck(2, True)]

@@ -63,7 +63,7 @@ async def line_of(process: asyncio.subprocess.Process) -> str:
 async def test_a_killed_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process sends; the blocks' hash comes back; then the other is killed in the middle."""
     source = shm_peer.make_pool(5)
-    sender = Sender(source, shm_peer.CONFIG, host_id(), {})
+    sender = Sender(source, shm_peer.CONFIG, [shm.Shm(host_id(), shm_peer.CONFIG.staging_bytes)])
     async with peer("receive") as process:
         address = await line_of(process)
         before = footprint()
@@ -88,7 +88,7 @@ async def test_a_killed_receiver(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_killed_sender() -> None:
     """This process receives; the sender is killed with a ticket half-way."""
     pool = NumpyPool(shm_peer.LAYOUT, shm_peer.NUM_BLOCKS)
-    receiver = Receiver(pool, shm_peer.CONFIG, host_id())
+    receiver = Receiver(pool, shm_peer.CONFIG, host_id(), [shm.Shm(host_id(), shm_peer.CONFIG.staging_bytes)])
     await receiver.start()
     before = footprint()
     address = receiver.offers[0].address
