@@ -19,6 +19,7 @@ from common.failpoints import Failpoints
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Transport = Literal["local", "shm", "gloo", "nccl", "tcp", "grpc"]
+WireFormat = Literal["native", "bfloat16", "float8", "int8"]
 Mode = Literal["split", "adaptive", "colocated"]
 
 
@@ -84,6 +85,13 @@ class TransferConfig(_Section):
     lease_s: float = Field(30.0, gt=0, description="a ticket without progress for this long is void")
     staging_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes in flight per pair of workers")
     verify: bool = Field(True, description="check each block's checksum on arrival")
+    retries: int = Field(3, ge=0, description="how often pieces that were lost or damaged are asked for again")
+    wire_formats: tuple[WireFormat, ...] = Field(
+        ("native",),
+        min_length=1,
+        description="number formats of KV on its way, in order of preference; a pair uses the first that both list. "
+        "native loses nothing that the receiving pool could hold; the others round (see docs/kv-handoff.md)",
+    )
 
 
 class RouterConfig(_Section):

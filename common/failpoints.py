@@ -5,10 +5,12 @@
       commit: 2*delay:0.5             the first two times, half a second
       push: 10%crash                  one time in ten (by the worker's own seeded dice)
       decode_step: 50%1*hang          once, after about two tries
+      piece: 1%corrupt | 1%drop       several: each throws its own dice, the first that falls due happens
 
 An action is ``[PERCENT%][COUNT*]`` and ``error:CODE`` (a code of `common.errors`), ``delay:SECONDS``,
-``hang`` (for ever) or ``crash`` (the process is gone at once, with `CRASH_STATUS`). Where none is
-configured a failpoint is one test of a truth value.
+``hang`` (for ever) or ``crash`` (the process is gone at once, with `CRASH_STATUS`). What is on its way
+(`piece`) can also be ``corrupt`` (a bit flips), ``drop``, ``duplicate`` or ``reorder`` (the next one
+overtakes it). Where none is configured a failpoint is one test of a truth value.
 """
 
 from __future__ import annotations
@@ -28,14 +30,23 @@ FAILPOINTS: dict[str, str] = {
     "prefill_start": "a prefill worker has taken a prompt into its books",
     "prefill_step": "a prefill worker's engine begins a step",
     "push": "the decode worker has agreed to a handoff, no block has been pushed",
+    "open": "a worker is about to offer another one a handoff's KV; its blocks are computed or being computed",
+    "piece": "a piece of KV (some blocks of a layer) is about to leave",
+    "receive": "a piece of KV has arrived, it is neither verified nor written",
     "commit": "all blocks are computed and pushed, the commit is next",
     "join": "a decode worker has all blocks and the commit; the sequence is about to join",
+    "receipt": "a decode worker has accepted a handoff, the prefill worker does not know it yet",
     "decode_step": "a decode worker's engine begins a step",
 }
 """Where each one is."""
 
 CANNOT_WAIT = frozenset({"join"})
 """Failpoints in the middle of something indivisible: no delay, no hang."""
+
+DAMAGE = ("corrupt", "drop", "duplicate", "reorder")
+"""What can happen to data only: `Failpoints.reach` returns it, and whoever has the data does it."""
+
+CARRIES_DATA = frozenset({"piece"})
 
 CRASH_STATUS = 70
 
@@ -64,24 +75,35 @@ class Failpoints:
         rng: random.Random | None = None,
         crash: Callable[[int], object] = os._exit,
     ) -> None:
-        self._actions = {name: _parse(name, text) for name, text in (actions or {}).items()}
-        self._rng = rng or random.Random(0)
+        self._actions = {
+            name: [_parse(name, part) for part in text.split("|")] for name, text in (actions or {}).items()
+        }
+        self.rng = rng or random.Random(0)
         self._crash = crash
 
     def __bool__(self) -> bool:
         return bool(self._actions)
 
-    async def reach(self, name: str) -> None:
-        """Passes the failpoint ``name``. Raises the BatonError that is configured there."""
+    def has(self, name: str) -> bool:
+        """Something is configured for the failpoint ``name``."""
+        return name in self._actions
+
+    async def reach(self, name: str) -> str:
+        """Passes the failpoint ``name``. Returns one of `DAMAGE` if that is due, else "". Raises the
+        BatonError that is configured there.
+        """
         action = self._due(name)
         if action is None:
-            return
+            return ""
+        if action.kind in DAMAGE:
+            return action.kind
         if action.kind == "delay":
             await asyncio.sleep(action.seconds)
         elif action.kind == "hang":
             await asyncio.Event().wait()
         else:
             self._fail(name, action)
+        return ""
 
     def reach_now(self, name: str) -> None:
         """The same for one of `CANNOT_WAIT`."""
@@ -90,12 +112,13 @@ class Failpoints:
             self._fail(name, action)
 
     def _due(self, name: str) -> _Action | None:
-        action = self._actions.get(name)
-        if action is None or action.left == 0 or self._rng.random() >= action.chance:
-            return None
-        if action.left is not None:
-            action.left -= 1
-        return action
+        for action in self._actions.get(name, ()):
+            if action.left == 0 or self.rng.random() >= action.chance:
+                continue
+            if action.left is not None:
+                action.left -= 1
+            return action
+        return None
 
     def _fail(self, name: str, action: _Action) -> None:
         if action.kind == "crash":
@@ -126,11 +149,13 @@ def _parse(name: str, text: str) -> _Action:
                 action.seconds = float(argument)
             except ValueError:
                 raise ConfigError(f"failpoints.{name}: a delay has seconds, got {argument!r}") from None
-        case "hang" | "crash":
+        case "corrupt" | "drop" | "duplicate" | "reorder" if name not in CARRIES_DATA:
+            raise ConfigError(f"failpoints.{name}: only {', '.join(sorted(CARRIES_DATA))} can {kind}, got {text!r}")
+        case "hang" | "crash" | "corrupt" | "drop" | "duplicate" | "reorder":
             if argument:
                 raise ConfigError(f"failpoints.{name}: {kind} takes no argument, got {argument!r}")
         case _:
-            nearest = _nearest(kind, ("error", "delay", "hang", "crash"))
+            nearest = _nearest(kind, ("error", "delay", "hang", "crash", *DAMAGE))
             raise ConfigError(f"failpoints.{name}: there is no action {kind!r}; nearest known: {nearest!r}")
     if name in CANNOT_WAIT and kind in ("delay", "hang"):
         raise ConfigError(f"failpoints.{name} cannot wait: only error and crash are possible there, got {text!r}")

@@ -212,8 +212,9 @@ class KVLayout:
 
     A pool block holds, for each layer, ``block_size`` tokens of keys and as many of values, each
     token ``num_kv_heads * head_dim`` numbers of ``dtype`` (this rank's heads
-    ``head_start .. head_start + num_kv_heads`` of ``total_kv_heads``). ``model`` is the fingerprint
-    of the weights: KV of other weights is never accepted.
+    ``head_start .. head_start + num_kv_heads`` of ``total_kv_heads``). With ``kind`` "mla" it holds one
+    latent vector a token instead of keys and values: one head of ``head_dim`` numbers, the same on every
+    rank. ``model`` is the fingerprint of the weights: KV of other weights is never accepted.
     """
 
     model: str
@@ -234,14 +235,19 @@ class KVLayout:
         return {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}[self.dtype]
 
     @property
+    def halves(self) -> int:
+        """Keys and values are two, a latent is one."""
+        return 1 if self.kind == "mla" else 2
+
+    @property
     def token_bytes(self) -> int:
-        """Bytes of one token's keys *or* values in one layer."""
+        """Bytes of one token's keys *or* values (or its latent) in one layer."""
         return self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def block_layer_bytes(self) -> int:
         """Bytes of one block in one layer: keys and values."""
-        return 2 * self.block_size * self.token_bytes
+        return self.halves * self.block_size * self.token_bytes
 
     @property
     def block_bytes(self) -> int:
@@ -286,8 +292,8 @@ class Ticket:
 class HandoffCommit:
     """The last word of a handoff: all blocks were pushed, and this is the first token.
 
-    ``num_pieces`` is how many (layer, block) pieces were sent; the receiver compares it with what
-    arrived intact. ``finish`` is set when the first token already ends the answer. ``context``: where the
+    ``num_pieces`` is how many (layer, block of the receiver) pieces the handoff has; the receiver compares it
+    with what arrived intact. ``finish`` is set when the first token already ends the answer. ``context``: where the
     sender had the KV from, and ``logprobs``, in case its own word to the router gets lost.
     """
 

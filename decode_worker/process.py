@@ -35,9 +35,10 @@ async def run_decode_worker(
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
     runner = await load_runner(config, progress)
+    failpoints = Failpoints(config.failpoints, random.Random(worker_id))
     connect = partial(kv_channel.connect, secret=config.cluster.secret)
     transports = make_transports(config.transfer, host_id(), address, connect)
-    receiver = Receiver(runner.cache, config.transfer, host_id(), transports)
+    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, failpoints=failpoints)
     await receiver.start()
     pool = make_pool(config, runner)
     scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)
@@ -52,7 +53,7 @@ async def run_decode_worker(
         runner,
         receiver,
         step_timeout_s=config.engine.step_timeout_s,
-        failpoints=Failpoints(config.failpoints, random.Random(worker_id)),
+        failpoints=failpoints,
     )
     worker.start()
     try:

@@ -70,34 +70,56 @@ class KVCache:
         first = block_ids.reshape(-1) * 2
         return halves.index_select(0, first).view(shape), halves.index_select(0, first + 1).view(shape)
 
-    def read_blocks(self, layer: int, block_ids: Sequence[int], out: np.ndarray) -> None:
-        """Copies the bytes of blocks of ``layer`` into ``out``, uint8 [n, layout.block_layer_bytes]."""
-        ids = self._checked(layer, block_ids, out)
+    def read_blocks(
+        self, layer: int, block_ids: Sequence[int] | np.ndarray, out: np.ndarray, columns: slice | None = None
+    ) -> None:
+        """Copies the bytes of blocks of ``layer`` into ``out``, uint8 [n, layout.block_layer_bytes].
+
+        ``columns``: only these bytes of each token's keys and values; ``out`` is then as much narrower.
+        """
+        ids = self._checked(layer, block_ids, out, columns)
         rows = self._bytes[layer]
-        if self.device.type == "cpu":
+        if columns is not None:
+            part = self._tokens(layer)[..., columns].index_select(0, torch.from_numpy(ids).to(self.device))
+            np.copyto(out, part.cpu().numpy().reshape(out.shape))
+        elif self.device.type == "cpu":
             # "clip" lets NumPy write straight into ``out``; the ids were checked.
             np.take(rows.numpy(), ids, axis=0, out=out, mode="clip")
         else:
             np.copyto(out, rows.index_select(0, torch.from_numpy(ids).to(self.device)).cpu().numpy())
 
-    def write_blocks(self, layer: int, block_ids: Sequence[int], data: np.ndarray) -> None:
-        """Overwrites blocks of ``layer`` with ``data``, uint8 [n, layout.block_layer_bytes]."""
-        ids = self._checked(layer, block_ids, data)
+    def write_blocks(
+        self, layer: int, block_ids: Sequence[int] | np.ndarray, data: np.ndarray, columns: slice | None = None
+    ) -> None:
+        """Overwrites blocks of ``layer`` with ``data``, uint8 [n, layout.block_layer_bytes]; ``columns`` as above."""
+        ids = self._checked(layer, block_ids, data, columns)
         rows = self._bytes[layer]
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and columns is None:
             rows.numpy()[ids] = data
+            return
+        # torch wants memory that it could write; the source may be a read-only view of a message.
+        source = torch.from_numpy(np.require(data, requirements=["C", "W"])).to(self.device)
+        places = torch.from_numpy(ids).to(self.device)
+        if columns is None:
+            rows.index_copy_(0, places, source)
         else:
-            # torch wants memory that it could write; the source may be a read-only view of a message.
-            source = torch.from_numpy(np.require(data, requirements=["C", "W"]))
-            rows.index_copy_(0, torch.from_numpy(ids).to(self.device), source.to(self.device))
+            tokens = self._tokens(layer)[..., columns]
+            tokens.index_copy_(0, places, source.view(len(ids), *tokens.shape[1:]))
 
-    def _checked(self, layer: int, block_ids: Sequence[int], data: np.ndarray) -> np.ndarray:
+    def _tokens(self, layer: int) -> torch.Tensor:
+        """A view of the layer's bytes, [num_blocks, 2 * block_size, token_bytes]."""
+        return self._bytes[layer].view(self.num_blocks, -1, self.layout.token_bytes)
+
+    def _checked(
+        self, layer: int, block_ids: Sequence[int] | np.ndarray, data: np.ndarray, columns: slice | None
+    ) -> np.ndarray:
         ids = np.asarray(block_ids, dtype=np.int64)
         if not 0 <= layer < self.layout.num_layers:
             raise EngineError(f"KV layer {layer} is not one of the {self.layout.num_layers} layers")
         if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
             raise EngineError(f"KV blocks {ids.min()}..{ids.max()} reach outside the pool of {self.num_blocks}")
-        wanted = (len(ids), self.layout.block_layer_bytes)
+        width = self.layout.token_bytes if columns is None else columns.stop - columns.start
+        wanted = (len(ids), 2 * self.layout.block_size * width)
         if data.shape != wanted or data.dtype != np.uint8:
             raise EngineError(f"KV bytes must be uint8 {wanted}, they are {data.dtype} {data.shape}")
         return ids

@@ -46,7 +46,7 @@ class EngineLoop:
         deliver: Callable[[Sequence[SequenceOutput]], None],
         on_layer: LayerHook | None = None,
         *,
-        before_step: Callable[[], Awaitable[None]] | None = None,
+        before_step: Callable[[], Awaitable[object]] | None = None,
         step_timeout_s: float = float("inf"),
     ) -> None:
         self._scheduler = scheduler

@@ -1,8 +1,9 @@
 """The binary form of what the two ends of a handoff say to each other.
 
 A frame is one byte of kind, fixed little-endian fields, then variable ones with their length in
-front. No pickle, nothing is evaluated: whatever bytes arrive, `decode` gives a frame or raises
-HandoffError. Knows neither tickets nor channels.
+front, and four bytes of checksum over all that. A piece has its own checksum instead, over content and
+address, so that a damaged one costs no more than itself. No pickle, nothing is evaluated: whatever bytes
+arrive, `decode` gives a frame or raises HandoffError. Knows neither tickets nor channels.
 
 ``stream`` numbers one opening of one ticket on one channel (1, 2, …; 0 speaks of the channel itself),
 so that what is left of an earlier opening can never be taken for the present one.
@@ -20,7 +21,7 @@ import xxhash
 from common.errors import HandoffError
 from common.messages import KVLayout, Logprobs, TokenLogprob
 
-TRANSFER_VERSION = 2
+TRANSFER_VERSION = 3
 """Version of this protocol; `Open` carries it."""
 
 MAX_PAYLOAD_BYTES = 4 << 20
@@ -32,7 +33,8 @@ INLINE = -1
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Sender: I will push the KV of this ticket, as ``num_blocks`` blocks of ``layout``."""
+    """Sender: I will push the KV of this ticket from a pool of ``layout``, which names my rank and its
+    heads, as ``num_blocks`` of your blocks, in the first of these wire formats (`wire.py`) that suits you."""
 
     stream: int
     version: int
@@ -40,14 +42,16 @@ class Open:
     secret: bytes
     ticket_id: str
     layout: KVLayout
+    wires: tuple[str, ...] = ("native",)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenAck:
-    """Receiver: go on. ``verify``: checksums will be checked, so compute them."""
+    """Receiver: go on, in this wire format. ``verify``: checksums will be checked, so compute them."""
 
     stream: int
     verify: bool
+    wire: str = "native"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,15 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
+class Missing:
+    """Receiver: not yet; of these ``runs`` (layer, first, count) nothing has arrived, or nothing intact.
+    Push them again, then commit again."""
+
+    stream: int
+    runs: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """Receiver: everything is there, verified, and accepted."""
 
@@ -117,10 +130,19 @@ class Error:
     message: str
 
 
-Frame = Open | OpenAck | Piece | PieceAck | Commit | Receipt | Abort | Error
+Frame = Open | OpenAck | Piece | PieceAck | Commit | Receipt | Abort | Error | Missing
 
 _KINDS: dict[type[Frame], int] = {
-    kind: number for number, kind in enumerate((Open, OpenAck, Piece, PieceAck, Commit, Receipt, Abort, Error), 1)
+    Open: 1,
+    OpenAck: 2,
+    PieceAck: 3,
+    Commit: 4,
+    Missing: 5,
+    Receipt: 6,
+    Abort: 7,
+    Error: 8,
+    # Alone in having no checksum of its own fields: no flipped bit makes another frame look like one.
+    Piece: 0xF0,
 }
 _OPEN = struct.Struct("<BIHI")
 _OPEN_ACK = struct.Struct("<BIB")
@@ -136,52 +158,86 @@ _LENGTH = struct.Struct("<H")
 _LAYOUT_TEXTS = ("model", "dtype", "kind")
 _LAYOUT_NUMBERS = tuple(f.name for f in dataclasses.fields(KVLayout) if f.name not in _LAYOUT_TEXTS)
 _LAYOUT = struct.Struct(f"<{len(_LAYOUT_NUMBERS)}I")
-_PLACE = struct.Struct("<IIII")
+_RUN = struct.Struct("<III")
+_PLACE = struct.Struct("<III")
+_SHARD = struct.Struct("<II")
+_CHECK = struct.Struct("<I")
+
+MAX_RUNS = 1024
+"""A `Missing` frame names so many; what else is missing is named the next time."""
 
 
-def checksum(payload: memoryview, stream: int, layer: int, first: int, count: int) -> int:
+def shard_seed(ticket_id: str, secret: bytes, stream: int, tp_rank: int) -> int:
+    """What the checksums of one sending rank's pieces under one opening of one ticket start from."""
+    return xxhash.xxh3_64_intdigest(ticket_id.encode() + secret + _SHARD.pack(stream, tp_rank))
+
+
+def checksum(payload: memoryview, seed: int, layer: int, first: int, count: int) -> int:
     """xxh3-64 of a payload, seeded with its place: right bytes for the wrong blocks do not verify."""
-    seed = xxhash.xxh3_64_intdigest(_PLACE.pack(stream, layer, first, count))
-    return xxhash.xxh3_64_intdigest(payload, seed)
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(_PLACE.pack(layer, first, count), seed))
 
 
 def encode(frame: Frame) -> bytes:
     """The frame as one message. Raises HandoffError when a field does not fit."""
-    kind = _KINDS[type(frame)]
     try:
-        match frame:
-            case Open():
-                layout = frame.layout
-                return b"".join(
-                    (
-                        _OPEN.pack(kind, frame.stream, frame.version, frame.num_blocks),
-                        _pack_bytes(frame.secret),
-                        _pack_text(frame.ticket_id),
-                        *(_pack_text(getattr(layout, name)) for name in _LAYOUT_TEXTS),
-                        _LAYOUT.pack(*(getattr(layout, name) for name in _LAYOUT_NUMBERS)),
-                    )
-                )
-            case OpenAck():
-                return _OPEN_ACK.pack(kind, frame.stream, frame.verify)
-            case Piece():
-                place = (frame.stream, frame.sequence, frame.layer, frame.first, frame.count)
-                header = _PIECE.pack(kind, *place, frame.checksum, frame.offset)
-                return b"".join((header, frame.payload)) if len(frame.payload) else header
-            case PieceAck():
-                return _PIECE_ACK.pack(kind, frame.sequence)
-            case Commit():
-                context = (frame.cached, frame.pulled, frame.computed)
-                header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces, *context)
-                return header + _pack_text(frame.finish) + _pack_bytes(_pack_logprobs(frame.logprobs))
-            case Receipt():
-                return _RECEIPT.pack(kind, frame.stream, frame.num_pieces, frame.num_bytes)
-            case Abort():
-                return _TEXTS.pack(kind, frame.stream) + _pack_text(_shorten(frame.reason))
-            case Error():
-                head = _TEXTS.pack(kind, frame.stream) + _pack_text(frame.code)
-                return head + _pack_text(_shorten(frame.message))
+        fields = _encode_fields(frame)
     except (struct.error, UnicodeEncodeError) as error:
         raise HandoffError(f"a {type(frame).__name__} frame cannot be encoded: {error}") from error
+    return fields if isinstance(frame, Piece) else fields + _CHECK.pack(_check(fields))
+
+
+def piece_header(piece: Piece) -> bytes:
+    """A piece without its payload, which travels right behind it or elsewhere. Raises HandoffError."""
+    try:
+        place = (piece.stream, piece.sequence, piece.layer, piece.first, piece.count)
+        return _PIECE.pack(_KINDS[Piece], *place, piece.checksum, piece.offset)
+    except struct.error as error:
+        raise HandoffError(f"a Piece frame cannot be encoded: {error}") from error
+
+
+PIECE_HEADER_BYTES = _PIECE.size
+
+
+def _check(fields: bytes | memoryview) -> int:
+    return xxhash.xxh32_intdigest(fields)
+
+
+def _encode_fields(frame: Frame) -> bytes:
+    kind = _KINDS[type(frame)]
+    match frame:
+        case Open():
+            layout = frame.layout
+            return b"".join(
+                (
+                    _OPEN.pack(kind, frame.stream, frame.version, frame.num_blocks),
+                    _pack_bytes(frame.secret),
+                    _pack_text(frame.ticket_id),
+                    *(_pack_text(getattr(layout, name)) for name in _LAYOUT_TEXTS),
+                    _LAYOUT.pack(*(getattr(layout, name) for name in _LAYOUT_NUMBERS)),
+                    _pack_text(",".join(frame.wires)),
+                )
+            )
+        case OpenAck():
+            return _OPEN_ACK.pack(kind, frame.stream, frame.verify) + _pack_text(frame.wire)
+        case Piece():
+            header = piece_header(frame)
+            return b"".join((header, frame.payload)) if len(frame.payload) else header
+        case PieceAck():
+            return _PIECE_ACK.pack(kind, frame.sequence)
+        case Commit():
+            context = (frame.cached, frame.pulled, frame.computed)
+            header = _COMMIT.pack(kind, frame.stream, frame.token, frame.index, frame.num_pieces, *context)
+            return header + _pack_text(frame.finish) + _pack_bytes(_pack_logprobs(frame.logprobs))
+        case Receipt():
+            return _RECEIPT.pack(kind, frame.stream, frame.num_pieces, frame.num_bytes)
+        case Abort():
+            return _TEXTS.pack(kind, frame.stream) + _pack_text(_shorten(frame.reason))
+        case Error():
+            head = _TEXTS.pack(kind, frame.stream) + _pack_text(frame.code)
+            return head + _pack_text(_shorten(frame.message))
+        case Missing():
+            runs = (_RUN.pack(*run) for run in frame.runs[:MAX_RUNS])
+            return b"".join((_TEXTS.pack(kind, frame.stream), *runs))
 
 
 def decode(data: bytes) -> Frame:
@@ -190,14 +246,18 @@ def decode(data: bytes) -> Frame:
         raise HandoffError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, this one has {len(data)}")
     decoder = _DECODERS.get(data[0])
     if decoder is None:
-        raise HandoffError(f"frame kinds are 1 to {len(_DECODERS)}, got {data[0]}")
+        raise HandoffError(f"frame kinds are {', '.join(map(str, _DECODERS))}, got {data[0]}")
     reader = _Reader(data)
+    if data[0] != _KINDS[Piece]:
+        reader = _Reader(data[: -_CHECK.size])
+        if data[-_CHECK.size :] != _CHECK.pack(_check(reader.data)):
+            raise HandoffError(f"a frame of kind {data[0]} and {len(data)} bytes does not verify: it is damaged")
     try:
         frame = decoder(reader)
     except (struct.error, UnicodeDecodeError) as error:
         raise HandoffError(f"a frame of kind {data[0]} and {len(data)} bytes is malformed: {error}") from error
-    if reader.position != len(data):
-        raise HandoffError(f"a frame of kind {data[0]} has {len(data) - reader.position} bytes too many")
+    if reader.position != len(reader.data):
+        raise HandoffError(f"a frame of kind {data[0]} has {len(reader.data) - reader.position} bytes too many")
     return frame
 
 
@@ -232,28 +292,28 @@ def _shorten(text: str) -> str:
 
 class _Reader:
     def __init__(self, data: bytes) -> None:
-        self._data = data
+        self.data = data
         self.position = 0
 
     def fields(self, form: struct.Struct) -> tuple[int, ...]:
         """The fields of ``form`` from here on. Raises struct.error when the data ends before."""
-        values = form.unpack_from(self._data, self.position)
+        values = form.unpack_from(self.data, self.position)
         self.position += form.size
         return values
 
     def bytes(self) -> bytes:
         (length,) = self.fields(_LENGTH)
-        if length > min(MAX_TEXT_BYTES, len(self._data) - self.position):
+        if length > min(MAX_TEXT_BYTES, len(self.data) - self.position):
             raise struct.error(f"a field of {length} bytes does not fit")
         self.position += length
-        return self._data[self.position - length : self.position]
+        return self.data[self.position - length : self.position]
 
     def text(self) -> str:
         return self.bytes().decode()
 
     def rest(self) -> memoryview:
-        start, self.position = self.position, len(self._data)
-        return memoryview(self._data)[start:]
+        start, self.position = self.position, len(self.data)
+        return memoryview(self.data)[start:]
 
 
 def _read_open(reader: _Reader) -> Open:
@@ -262,14 +322,15 @@ def _read_open(reader: _Reader) -> Open:
     ticket_id = reader.text()
     texts = {name: reader.text() for name in _LAYOUT_TEXTS}
     numbers = dict(zip(_LAYOUT_NUMBERS, reader.fields(_LAYOUT), strict=True))
-    return Open(stream, version, num_blocks, secret, ticket_id, KVLayout(**texts, **numbers))  # type: ignore[arg-type]
+    layout = KVLayout(**texts, **numbers)  # type: ignore[arg-type]
+    return Open(stream, version, num_blocks, secret, ticket_id, layout, tuple(reader.text().split(",")))
 
 
 def _read_open_ack(reader: _Reader) -> OpenAck:
     _, stream, verify = reader.fields(_OPEN_ACK)
     if verify > 1:
         raise struct.error(f"a flag is 0 or 1, not {verify}")
-    return OpenAck(stream, bool(verify))
+    return OpenAck(stream, bool(verify), reader.text())
 
 
 def _read_piece(reader: _Reader) -> Piece:
@@ -286,6 +347,14 @@ def _read_commit(reader: _Reader) -> Commit:
     finish = reader.text()
     logprobs = _unpack_logprobs(reader.bytes())
     return Commit(stream, token, index, num_pieces, finish, cached, pulled, computed, logprobs)
+
+
+def _read_missing(reader: _Reader) -> Missing:
+    _, stream = reader.fields(_TEXTS)
+    rest = reader.rest()
+    if len(rest) > MAX_RUNS * _RUN.size:
+        raise struct.error(f"at most {MAX_RUNS} runs")
+    return Missing(stream, tuple(_RUN.iter_unpack(rest)))
 
 
 def _read_receipt(reader: _Reader) -> Receipt:
@@ -309,4 +378,5 @@ _DECODERS: dict[int, Callable[[_Reader], Frame]] = {
     _KINDS[Receipt]: _read_receipt,
     _KINDS[Abort]: _read_abort,
     _KINDS[Error]: _read_error,
+    _KINDS[Missing]: _read_missing,
 }

@@ -15,6 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, WorkerLostError, from_wire
 from common.lifecycle import Tasks
 from common.messages import Ticket
@@ -26,25 +27,34 @@ from kv_transfer.frames import (
     Abort,
     Error,
     Frame,
+    Missing,
     Open,
     OpenAck,
     Piece,
     PieceAck,
     Receipt,
 )
+from kv_transfer.plan import ShardPlan
 from kv_transfer.pool import BlockPool
-from kv_transfer.session import Push, TransferCounters
+from kv_transfer.push import Push
+from kv_transfer.session import TransferCounters
+
+FRAME_BYTES = 1 << 20
+"""Payload of one piece frame: large enough to cost little, small enough to be verified in the cache."""
+
+FRAMES_IN_FLIGHT = 4
+"""At least so many piece frames fit into staging: while one is copied, others travel."""
 
 
 class Link:
-    """The sender's end of a channel. ``frame_blocks``: most blocks in one piece frame."""
+    """The sender's end of a channel."""
 
     def __init__(
         self,
         channel: FrameChannel,
         transport: str,
         pool: BlockPool,
-        frame_blocks: int,
+        config: TransferConfig,
         run_blocking: RunBlocking,
         counters: TransferCounters,
         on_lost: Callable[[Link], None],
@@ -53,12 +63,13 @@ class Link:
         self.lost: BatonError | None = None
         self._channel = channel
         self._pool = pool
-        self._frame_blocks = frame_blocks
+        self._wires = config.wire_formats
+        self._frame_bytes = max(1, min(FRAME_BYTES, config.staging_bytes // FRAMES_IN_FLIGHT))
         self._run_blocking = run_blocking
         self._counters = counters
         self._on_lost = on_lost
         self._streams = itertools.count(1)
-        self._sequences = itertools.count(1)
+        self._last_sequence = 0
         self._pushes: dict[int, Push] = {}
         self._turns: dict[int, Push] = {}
         self._control: deque[Frame] = deque()
@@ -69,14 +80,23 @@ class Link:
         self._tasks.spawn(self._write(), f"kv {transport} write")
         self._tasks.spawn(self._read(), f"kv {transport} read")
 
-    async def open(self, ticket: Ticket, block_ids: Sequence[int]) -> Push:
+    async def open(self, ticket: Ticket, plan: ShardPlan, block_ids: Sequence[int]) -> Push:
         """A handoff that the receiver has agreed to. Raises what it answered, or WorkerLostError."""
         if self.lost is not None:
             raise self.lost
-        push = Push(self, next(self._streams), ticket, block_ids, self.transport)
+        push = Push(self, next(self._streams), ticket, plan, block_ids, self.transport)
         self._pushes[push.stream] = push
-        layout, secret = self._pool.layout, ticket.secret
-        self._send(Open(push.stream, TRANSFER_VERSION, len(block_ids), secret, ticket.ticket_id, layout))
+        self._send(
+            Open(
+                push.stream,
+                TRANSFER_VERSION,
+                plan.num_blocks,
+                ticket.secret,
+                ticket.ticket_id,
+                plan.source,
+                self._wires,
+            )
+        )
         try:
             await push.wait_open()
         except BaseException:
@@ -146,7 +166,7 @@ class Link:
         stream, push = next(iter(self._turns.items()), (0, None))
         if push is None:
             return False
-        run = push.next_run(self._frame_blocks)
+        run = push.next_run(max(1, self._frame_bytes // push.block_bytes))
         if run is None:
             del self._turns[stream]
             commit = push.take_commit()
@@ -154,7 +174,7 @@ class Link:
                 await self._channel.send(commit)
             return True
         layer, first, count = run
-        staged = self._channel.stage(count * self._pool.layout.block_layer_bytes)
+        staged = self._channel.stage(count * push.block_bytes)
         if staged is None:
             return False
         self._turns[stream] = self._turns.pop(stream)  # behind all others
@@ -167,13 +187,29 @@ class Link:
         if digest is None:
             self._channel.release(staged)
             return True
-        sequence = next(self._sequences)
+        self._last_sequence = sequence = self._last_sequence + 1
         self._in_flight[sequence] = staged, push
         payload = staged.buffer.data if staged.offset == INLINE else b""
         await self._channel.send(Piece(stream, sequence, layer, first, count, digest, staged.offset, payload))
         self._counters.pieces += count
         self._counters.num_bytes += len(staged.buffer)
         return True
+
+    def _open(self, push: Push, verify: bool, wire: str) -> None:
+        push.opened(verify, wire)
+        if push.block_bytes > self._channel.capacity_bytes:
+            error = HandoffError(
+                f"a block of the receiver takes {push.block_bytes} bytes a layer on its way, "
+                f"transfer.staging_bytes is {self._channel.capacity_bytes}"
+            )
+            push.fail(error, error.message)
+
+    def _release(self, sequence: int) -> None:
+        """The room of this piece is free again."""
+        staged, push = self._in_flight.pop(sequence)
+        self._channel.release(staged)
+        push.progressed()
+        self._wake.set()
 
     async def _read(self) -> None:
         try:
@@ -187,15 +223,21 @@ class Link:
         self._heard_at = asyncio.get_running_loop().time()
         match frame:
             case PieceAck(sequence):
-                staged, push = self._in_flight.pop(sequence, (None, None))
-                if staged is None or push is None:
-                    raise HandoffError(f"the receiver acknowledged piece {sequence}, which is not in flight")
-                self._channel.release(staged)
-                push.progressed()
-                self._wake.set()
-            case OpenAck(stream, verify):
+                if sequence > self._last_sequence:
+                    raise HandoffError(f"the receiver acknowledged piece {sequence}, which was never sent")
+                # Pieces arrive in order: those before this one have arrived too, or never will.
+                while self._in_flight and (oldest := next(iter(self._in_flight))) <= sequence:
+                    self._release(oldest)
+            case OpenAck(stream, verify, wire):
                 if stream in self._pushes:
-                    self._pushes[stream].opened(verify)
+                    self._open(self._pushes[stream], verify, wire)
+            case Missing(stream, runs):
+                if stream in self._pushes:
+                    push = self._pushes[stream]
+                    # What it has not acknowledged by now was lost.
+                    for number in [number for number, (_, owner) in self._in_flight.items() if owner is push]:
+                        self._release(number)
+                    self._counters.resent += push.missing(runs)
             case Receipt(stream, num_pieces, num_bytes):
                 if stream in self._pushes:
                     self._pushes[stream].received(num_pieces, num_bytes)

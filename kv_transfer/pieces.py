@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_transfer.frames import MAX_RUNS
+
 
 @dataclass(slots=True)
 class _Run:
@@ -79,6 +81,16 @@ class PieceSet:
     def missing(self, layer: int, first: int, count: int) -> NDArray[np.intp]:
         """Which of the run's pieces have not arrived yet, numbered from ``first``."""
         return np.flatnonzero(~self._arrived[layer, first : first + count])
+
+    def missing_runs(self, most: int = MAX_RUNS) -> list[tuple[int, int, int]]:
+        """(layer, first, count) of all that has not arrived; the first ``most`` of them."""
+        runs: list[tuple[int, int, int]] = []
+        for layer in np.flatnonzero(~self._arrived.all(axis=1)).tolist():
+            edges = np.flatnonzero(np.diff(~self._arrived[layer], prepend=False, append=False)).tolist()
+            runs += [(layer, start, stop - start) for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+            if len(runs) >= most:
+                break
+        return runs[:most]
 
     def add(self, layer: int, first: int, count: int) -> int:
         """Marks the run as arrived; returns how many of its pieces are new."""

@@ -1,126 +1,135 @@
-"""Which bytes of the source's blocks go where in the target's. Pure.
+"""Which part of a ticket's blocks each sending rank fills, and from which of its own. Pure.
 
-A block of one layer lies as [keys, values][token][head][head_dim]: the heads of a token are
-contiguous, and so are the tokens of a block's keys. The plan of one layer serves for all of them.
-Equal layouts collapse to whole blocks, which is how sessions move them.
+A ticket is for the blocks of one receiving rank. Its heads are dealt among the sending ranks so that each
+head comes from exactly one of them (`sending_heads`); a head that several hold is taken from a different
+one by different receivers. Within its heads a sender fills whole *blocks of the receiver*, whatever the
+size of its own (`ShardPlan`):
 
-Knows neither pools nor frames.
+    context       0        cached                                  context_tokens
+    sender's      |.....|.....|.....|.....|.....|.....|.....|.....|..
+    ticket's                  |........|........|........|........|..      <- pieces
+
+Knows neither pools nor frames, and no number formats (`wire.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import HandoffError
-from common.messages import KVLayout
-from kv_transfer.layout import check_compatible, common_heads
+from common.messages import KVLayout, Ticket
+from kv_transfer.layout import check_compatible, rank_heads, total_heads
+
+
+def sending_heads(source: KVLayout, target: KVLayout) -> dict[int, range]:
+    """Rank of ``source``'s group → the KV heads (numbered over the whole model) that it sends to
+    ``target``; ranks that send none are left out.
+
+    ``source``: the layout of any rank of the group. Raises LayoutMismatchError.
+    """
+    check_compatible(source, target)
+    total = total_heads(source)
+    held = [rank_heads(total, source.tp_size, rank) for rank in range(source.tp_size)]
+    chosen: dict[int, range] = {}
+    for head in range(target.head_start, target.head_start + target.num_kv_heads):
+        holders = [rank for rank, heads in enumerate(held) if head in heads]
+        rank = holders[target.tp_rank % len(holders)]
+        first = chosen[rank].start if rank in chosen else head
+        chosen[rank] = range(first, head + 1)
+    return chosen
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """``rows`` runs of ``row_bytes`` from one block into another, within one layer: row ``i`` starts at
-    byte ``source_offset + i * source_stride`` of the source's block, and likewise in the target's.
+class ShardPlan:
+    """What one sending rank moves under one ticket.
+
+    Pieces are blocks of the receiver, counted from the ticket's first one. ``first_token``: where that
+    begins in the context; ``skipped_tokens``: how much of the sender's first block lies before it.
     """
 
-    source_block: int
-    source_offset: int
-    source_stride: int
-    target_block: int
-    target_offset: int
-    target_stride: int
-    rows: int
-    row_bytes: int
+    source: KVLayout
+    target: KVLayout
+    heads: range
+    first_token: int
+    num_tokens: int
+    skipped_tokens: int
 
     @property
-    def num_bytes(self) -> int:
-        return self.rows * self.row_bytes
+    def num_blocks(self) -> int:
+        """Blocks of the receiver."""
+        return -(-self.num_tokens // self.target.block_size)
+
+    @property
+    def num_source_blocks(self) -> int:
+        return -(-(self.skipped_tokens + self.num_tokens) // self.source.block_size) if self.num_tokens else 0
+
+    @property
+    def num_pieces(self) -> int:
+        return self.target.num_layers * self.num_blocks
+
+    @property
+    def source_columns(self) -> slice:
+        """Where the heads lie among the bytes of one of the sender's tokens."""
+        return _columns(self.source, self.heads)
+
+    @property
+    def target_columns(self) -> slice:
+        return _columns(self.target, self.heads)
+
+    @property
+    def same_blocks(self) -> bool:
+        """Block i of the receiver is block i of the sender."""
+        return self.source.block_size == self.target.block_size
+
+    def tokens(self, first: int, count: int) -> range:
+        """The tokens, counted from ``first_token``, in the receiver's blocks ``first .. first + count``."""
+        size = self.target.block_size
+        return range(first * size, min((first + count) * size, self.num_tokens))
+
+    def source_blocks(self, first: int, count: int) -> range:
+        """Which of the sender's blocks hold the tokens of the receiver's ``first .. first + count``."""
+        tokens, size = self.tokens(first, count), self.source.block_size
+        return range((self.skipped_tokens + tokens.start) // size, -(-(self.skipped_tokens + tokens.stop) // size))
+
+    def touched_blocks(self, first: int, count: int) -> range:
+        """The receiver's blocks that have tokens in the sender's ``first .. first + count``."""
+        size = self.source.block_size
+        start = max(0, first * size - self.skipped_tokens)
+        stop = min(self.num_tokens, (first + count) * size - self.skipped_tokens)
+        if start >= stop:
+            return range(0)
+        return range(start // self.target.block_size, -(-stop // self.target.block_size))
 
 
-def plan_layer(
-    source: KVLayout,
-    target: KVLayout,
-    source_blocks: Sequence[int],
-    target_blocks: Sequence[int],
-    num_tokens: int | None = None,
-) -> list[Copy]:
-    """The copies, for each layer, that bring the first ``num_tokens`` tokens of ``source_blocks`` into
-    ``target_blocks`` (default: all that both have room for), for the heads that both ranks hold.
+def shard_plan(source: KVLayout, ticket: Ticket) -> ShardPlan:
+    """The plan of the rank with layout ``source``.
 
-    Raises LayoutMismatchError, or HandoffError when the blocks do not hold ``num_tokens``.
+    Raises LayoutMismatchError, or HandoffError when the ticket contradicts itself or this rank has
+    nothing to send to it.
     """
-    check_compatible(source, target)
-    num_tokens = _room(source, target, len(source_blocks), len(target_blocks), num_tokens)
-    copies = []
-    for start, count in _token_runs(source.block_size, target.block_size, num_tokens):
-        from_block, from_token = divmod(start, source.block_size)
-        to_block, to_token = divmod(start, target.block_size)
-        blocks = source_blocks[from_block], target_blocks[to_block]
-        copies += _copy_run(source, target, blocks, from_token, to_token, count)
-    return copies
-
-
-def planned_bytes(
-    source: KVLayout,
-    target: KVLayout,
-    num_source_blocks: int,
-    num_target_blocks: int,
-    num_tokens: int | None = None,
-) -> int:
-    """Bytes that `plan_layer` moves, over all layers."""
-    check_compatible(source, target)
-    num_tokens = _room(source, target, num_source_blocks, num_target_blocks, num_tokens)
-    head_bytes = source.head_dim * source.dtype_bytes
-    return source.num_layers * 2 * num_tokens * len(common_heads(source, target)) * head_bytes
-
-
-def num_pieces(layout: KVLayout, num_blocks: int) -> int:
-    """(layer, block) pieces of ``num_blocks`` whole blocks: what a commit has to count up to."""
-    return layout.num_layers * num_blocks
-
-
-def _room(source: KVLayout, target: KVLayout, num_source: int, num_target: int, num_tokens: int | None) -> int:
-    room = min(num_source * source.block_size, num_target * target.block_size)
-    if num_tokens is None:
-        return room
-    if not 0 <= num_tokens <= room:
-        raise HandoffError(f"{num_tokens} tokens do not fit: the blocks of both sides hold 0 to {room}")
-    return num_tokens
-
-
-def _token_runs(source_size: int, target_size: int, num_tokens: int) -> Iterator[tuple[int, int]]:
-    """(start, count) of the runs of tokens that cross no block border on either side."""
-    start = 0
-    while start < num_tokens:
-        stop = min(num_tokens, start - start % source_size + source_size, start - start % target_size + target_size)
-        yield start, stop - start
-        start = stop
-
-
-def _copy_run(
-    source: KVLayout, target: KVLayout, blocks: tuple[int, int], from_token: int, to_token: int, count: int
-) -> list[Copy]:
-    """Keys and values of ``count`` tokens that lie within one block on either side."""
-    source_block, target_block = blocks
-    heads = common_heads(source, target)
-    head_bytes = source.head_dim * source.dtype_bytes
-    width = len(heads) * head_bytes
-    whole_tokens = width == source.token_bytes == target.token_bytes
-    if whole_tokens and count == source.block_size == target.block_size:
-        return [Copy(source_block, 0, 0, target_block, 0, 0, 1, source.block_layer_bytes)]
-    rows, row_bytes = (1, count * width) if whole_tokens else (count, width)
-    return [
-        Copy(
-            source_block=source_block,
-            source_offset=(half * source.block_size + from_token) * source.token_bytes
-            + (heads.start - source.head_start) * head_bytes,
-            source_stride=source.token_bytes,
-            target_block=target_block,
-            target_offset=(half * target.block_size + to_token) * target.token_bytes
-            + (heads.start - target.head_start) * head_bytes,
-            target_stride=target.token_bytes,
-            rows=rows,
-            row_bytes=row_bytes,
+    target = ticket.layout
+    heads = sending_heads(source, target).get(source.tp_rank)
+    if heads is None:
+        raise HandoffError(
+            f"rank {source.tp_rank} of {source.tp_size} sends nothing to rank {target.tp_rank} of {target.tp_size}"
         )
-        for half in range(2)
-    ]
+    first_token = ticket.cached_tokens // target.block_size * target.block_size
+    plan = ShardPlan(
+        source,
+        target,
+        heads,
+        first_token,
+        max(0, ticket.context_tokens - first_token),
+        skipped_tokens=first_token % source.block_size,
+    )
+    if plan.num_blocks != len(ticket.block_ids):
+        raise HandoffError(
+            f"ticket {ticket.ticket_id} has {len(ticket.block_ids)} blocks of {target.block_size} tokens for tokens "
+            f"{first_token} to {ticket.context_tokens}, which take {plan.num_blocks}"
+        )
+    return plan
+
+
+def _columns(layout: KVLayout, heads: range) -> slice:
+    head_bytes = layout.head_dim * layout.dtype_bytes
+    return slice((heads.start - layout.head_start) * head_bytes, (heads.stop - layout.head_start) * head_bytes)

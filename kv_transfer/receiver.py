@@ -18,13 +18,15 @@ from collections.abc import Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, TicketError, WorkerLostError
+from common.failpoints import Failpoints
 from common.lifecycle import Tasks
-from common.messages import Ticket, TransportOffer
+from common.messages import HandoffReceipt, Ticket, TransportOffer
+from kv_transfer.arrival import CORRUPT, Arrival, ArrivalListener, Opening, check_ticket
 from kv_transfer.blocking import CopyThread, RunBlocking
 from kv_transfer.channel import ByteChannel, FrameChannel
-from kv_transfer.frames import Abort, Commit, Error, Frame, Open, OpenAck, Piece, PieceAck, Receipt
+from kv_transfer.frames import Abort, Commit, Error, Frame, Missing, Open, OpenAck, Piece, PieceAck, Receipt
 from kv_transfer.pool import BlockPool
-from kv_transfer.session import Arrival, ArrivalListener, Opening, TransferCounters
+from kv_transfer.session import TransferCounters
 from kv_transfer.transport import CarriedTransport, Transport
 from kv_transfer.transports.carried import read_hello
 
@@ -35,7 +37,7 @@ HELLO_TIMEOUT_S = 5.0
 
 class Receiver:
     """A KVReceiver. ``transports`` in order of preference. ``run_blocking`` runs the copies into the pool
-    (default: a thread of its own).
+    (default: a thread of its own). ``failpoints``: of the worker; `receive` and `receipt` are passed here.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Receiver:
         host_id: str,
         transports: Sequence[Transport],
         run_blocking: RunBlocking | None = None,
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.counters = TransferCounters()
         self._pool = pool
@@ -52,6 +55,7 @@ class Receiver:
         self._host_id = host_id
         self._thread = CopyThread("kv-receive")
         self._run_blocking: RunBlocking = run_blocking or self._thread
+        self.failpoints = failpoints or Failpoints()
         self._arrivals: dict[str, Arrival] = {}
         self._transports = tuple(transports)
         self._offers: list[TransportOffer] = []
@@ -73,7 +77,8 @@ class Receiver:
         """Accepts writes under ``ticket`` from now on. Raises LayoutMismatchError or TicketError."""
         if ticket.ticket_id in self._arrivals:
             raise TicketError(f"ticket {ticket.ticket_id} is expected already")
-        self._arrivals[ticket.ticket_id] = Arrival(ticket, listener, self._pool.layout)
+        check_ticket(ticket, self._pool.layout)
+        self._arrivals[ticket.ticket_id] = Arrival(ticket, listener, self._config.wire_formats, self._config.retries)
 
     async def forget(self, ticket_id: str) -> None:
         """Refuses the ticket from now on; its sender is told. Returns when no write touches the pool
@@ -82,8 +87,7 @@ class Receiver:
         arrival = self._arrivals.pop(ticket_id, None)
         if arrival is None:
             return
-        opening = arrival.withdraw()
-        if opening is not None:
+        for opening in arrival.withdraw():
             error = TicketError(f"ticket {ticket_id} was withdrawn by the receiver")
             self._tasks.spawn(opening.line.refuse(opening, error), "kv refuse")
         await arrival.settled()
@@ -136,16 +140,29 @@ class Receiver:
         return arrival
 
     async def write(self, arrival: Arrival, opening: Opening, channel: FrameChannel, piece: Piece) -> None:
-        """Copies a piece into the pool if its ticket is live. Raises HandoffError when it is not sound."""
-        arrival.check_bounds(piece)
-        payload = channel.payload(piece, piece.count * self._pool.layout.block_layer_bytes)
-        fresh = await arrival.write(opening, piece, payload, self._pool, self._config.verify, self._run_blocking)
+        """Copies a piece into the pool if its ticket is live and it verifies. Raises HandoffError when it is
+        none of the ticket's.
+        """
+        num_bytes = arrival.payload_bytes(opening, piece)
+        fresh: int | None = None
+        if num_bytes is not None:
+            payload = channel.payload(piece, num_bytes)
+            fresh = await arrival.write(opening, piece, payload, self._pool, self._config.verify, self._run_blocking)
         if fresh is None:
             self.counters.stale += piece.count
-            return
-        self.counters.pieces += fresh
-        self.counters.num_bytes += fresh * self._pool.layout.block_layer_bytes
-        self.counters.duplicates += piece.count - fresh
+        elif fresh == CORRUPT:
+            self.counters.corrupt += piece.count
+            log.warning(
+                "layer %d, blocks %d to %d of ticket %s do not verify",
+                piece.layer,
+                piece.first,
+                piece.first + piece.count,
+                arrival.ticket.ticket_id,
+            )
+        else:
+            self.counters.pieces += fresh
+            self.counters.num_bytes += fresh * (num_bytes or 0) // piece.count
+            self.counters.duplicates += piece.count - fresh
 
     @property
     def verifies(self) -> bool:
@@ -195,6 +212,8 @@ class _ServedChannel:
                 except Exception as error:  # the top of this handoff: its neighbours go on
                     log.exception("a handoff broke down")
                     answer = self._refuse(frame.stream, HandoffError(f"the receiver broke down: {error!r}"))
+                if isinstance(answer, Receipt) and self._receiver.failpoints:
+                    await self._receiver.failpoints.reach("receipt")
                 if answer is not None:
                     await self._say(answer)
             case _:
@@ -212,10 +231,12 @@ class _ServedChannel:
                 if frame.stream not in self._streams:
                     raise TicketError(f"stream {frame.stream} is over, its commit comes too late")
                 opening, arrival = self._streams[frame.stream]
-                receipt = arrival.commit(opening, frame)
+                answer = arrival.commit(opening, frame)
+                if not isinstance(answer, HandoffReceipt):
+                    return Missing(frame.stream, tuple(answer))
                 del self._streams[frame.stream]
                 self._counters.handoffs += 1
-                return Receipt(frame.stream, receipt.num_pieces, receipt.num_bytes)
+                return Receipt(frame.stream, answer.num_pieces, answer.num_bytes)
             case Abort():
                 self._fail(frame.stream, HandoffError(f"the sender gave up: {frame.reason}"))
                 return None
@@ -224,20 +245,28 @@ class _ServedChannel:
         if frame.stream == 0 or frame.stream in self._streams:
             raise HandoffError(f"stream {frame.stream} cannot be opened, it is in use on this channel")
         arrival = self._receiver.arrival(frame)
-        earlier = [stream for stream, (_, other) in self._streams.items() if other is arrival]
-        opening = Opening(self, frame.stream)
-        arrival.open(opening, replace=bool(earlier))
+        rank = frame.layout.tp_rank
+        opening = Opening(self, frame.stream, rank)
+        earlier = [stream for stream, (other, of) in self._streams.items() if of is arrival and other.tp_rank == rank]
+        try:
+            agreed = arrival.open(opening, frame, replace=bool(earlier))
+        except TicketError:
+            raise
+        except HandoffError as error:  # it has the secret: this handoff will not come about
+            arrival.refuse(error)
+            raise
         for stream in earlier:
             del self._streams[stream]
         self._streams[frame.stream] = opening, arrival
-        arrival.check_open(frame)
-        return OpenAck(frame.stream, self._receiver.verifies)
+        return OpenAck(frame.stream, self._receiver.verifies, agreed.wire)
 
     async def _take_piece(self, piece: Piece) -> None:
         refusal: BatonError | None = None
         if piece.stream in self._streams:
             opening, arrival = self._streams[piece.stream]
             try:
+                if self._receiver.failpoints:
+                    await self._receiver.failpoints.reach("receive")
                 await self._receiver.write(arrival, opening, self._channel, piece)
             except BatonError as error:
                 refusal = error.with_traceback(None)  # whoever keeps it would keep the staging memory

@@ -19,27 +19,27 @@ from collections.abc import Iterator, Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, ConfigError, HandoffError, WorkerLostError
+from common.failpoints import Failpoints
 from common.lifecycle import Tasks
 from common.messages import KVLayout, Ticket, TransportOffer
 from kv_transfer.blocking import CopyThread, RunBlocking
+from kv_transfer.faults import FaultyFrames
 from kv_transfer.frames import MAX_PAYLOAD_BYTES
-from kv_transfer.layout import check_equal
 from kv_transfer.link import Link
+from kv_transfer.plan import ShardPlan, shard_plan
 from kv_transfer.pool import BlockPool
-from kv_transfer.session import Push, TransferCounters
+from kv_transfer.push import Push
+from kv_transfer.session import TransferCounters
 from kv_transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
-_FRAME_BYTES = 1 << 20
-_FRAMES_IN_FLIGHT = 4
-"""At least so many piece frames fit into staging: while one is copied, others travel."""
 
 
 class Sender:
     """A KVSender. ``transports`` in order of preference. ``run_blocking`` runs the copies out of the pool
-    (default: a thread of its own).
+    (default: a thread of its own). ``failpoints``: of the worker; `piece` is passed here.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Sender:
         config: TransferConfig,
         transports: Sequence[Transport],
         run_blocking: RunBlocking | None = None,
+        failpoints: Failpoints | None = None,
     ) -> None:
         self.counters = TransferCounters()
         self._pool = pool
         self._config = config
         self._transports = tuple(transports)
-        self._frame_blocks = frame_blocks(pool.layout, config.staging_bytes)
+        check_staging(pool.layout, config.staging_bytes)
+        self._failpoints = failpoints
         self._thread = CopyThread("kv-send")
         self._run_blocking: RunBlocking = run_blocking or self._thread
         self._links: dict[tuple[str, str], Link] = {}
@@ -66,10 +68,11 @@ class Sender:
 
         Raises LayoutMismatchError, TicketError, other HandoffErrors, or WorkerLostError.
         """
-        check_equal(self._pool.layout, ticket.layout)
-        if len(block_ids) != len(ticket.block_ids):
+        plan = shard_plan(self._pool.layout, ticket)
+        if len(block_ids) != plan.num_source_blocks:
             raise HandoffError(
-                f"ticket {ticket.ticket_id} is for {len(ticket.block_ids)} blocks, {len(block_ids)} were given"
+                f"ticket {ticket.ticket_id} takes {plan.num_source_blocks} blocks of {plan.source.block_size} tokens, "
+                f"{len(block_ids)} were given"
             )
         lost: WorkerLostError | None = None
         for transport, offer in self._ways(ticket):
@@ -77,7 +80,7 @@ class Sender:
                 self.counters.fallbacks += 1
                 log.warning("transfer to %s falls back to %s: %s", ticket.worker_id, offer.name, lost)
             try:
-                return await self._open_over(transport, offer, ticket, block_ids)
+                return await self._open_over(transport, offer, ticket, plan, block_ids)
             except WorkerLostError as error:
                 lost = error
         if lost is not None:
@@ -103,18 +106,18 @@ class Sender:
                     yield transport, offer
 
     async def _open_over(
-        self, transport: Transport, offer: TransportOffer, ticket: Ticket, block_ids: Sequence[int]
+        self, transport: Transport, offer: TransportOffer, ticket: Ticket, plan: ShardPlan, block_ids: Sequence[int]
     ) -> Push:
         known = self._links.get((offer.name, offer.address))
         if known is not None:
             try:
-                return await known.open(ticket, block_ids)
+                return await known.open(ticket, plan, block_ids)
             except WorkerLostError:
                 if known.lost is None:
                     raise
                 # The channel had died unnoticed (the peer was restarted, say): one fresh attempt.
         link = await self._connect(transport, offer.address)
-        return await link.open(ticket, block_ids)
+        return await link.open(ticket, plan, block_ids)
 
     async def _connect(self, transport: Transport, address: str) -> Link:
         """The link to ``address``; whoever comes while it is being made waits for the same one."""
@@ -151,17 +154,18 @@ class Sender:
             if self._links.get(key) is link:
                 del self._links[key]
 
-        link = Link(channel, name, self._pool, self._frame_blocks, self._run_blocking, self.counters, forget)
+        if self._failpoints is not None and self._failpoints.has("piece"):
+            channel = FaultyFrames(channel, self._failpoints)
+        link = Link(channel, name, self._pool, self._config, self._run_blocking, self.counters, forget)
         self._links[key] = link
         return link
 
 
-def frame_blocks(layout: KVLayout, staging_bytes: int) -> int:
-    """Most blocks of one layer in a piece frame. Raises ConfigError when not even one fits."""
+def check_staging(layout: KVLayout, staging_bytes: int) -> None:
+    """Raises ConfigError when not even one block of one layer fits into a frame."""
     limit = min(staging_bytes, MAX_PAYLOAD_BYTES)
     if layout.block_layer_bytes > limit:
         raise ConfigError(
             f"one block of one layer has {layout.block_layer_bytes} bytes, a transfer takes at most {limit} "
             f"(transfer.staging_bytes is {staging_bytes}): use a smaller engine.block_size"
         )
-    return max(1, min(_FRAME_BYTES, staging_bytes // _FRAMES_IN_FLIGHT) // layout.block_layer_bytes)

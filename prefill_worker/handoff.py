@@ -30,8 +30,8 @@ from prefill_worker.ports import KVPush, KVSender
 
 
 class Handoff:
-    """``num_layers`` and ``block_size`` are the worker's own; pieces count its blocks from the
-    ticket's ``cached_tokens`` on."""
+    """``num_layers`` and ``block_size`` are the worker's own, and what is pushed is counted in its blocks,
+    from the one on that holds the first token which the decode worker lacks."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Handoff:
         self._failpoints = failpoints
         self._block_size = block_size
         self._first_block = ticket.cached_tokens // block_size
-        self._num_pieces = -(-sequence.num_context // block_size) - self._first_block
+        self._num_blocks = -(-sequence.num_context // block_size) - self._first_block
         self._complete = [0] * num_layers
         self._pushed = [0] * num_layers
         self._push: KVPush | None = None
@@ -83,7 +83,9 @@ class Handoff:
         push: KVPush | None = None
         try:
             await self._admitted.wait()
-            block_ids = self.sequence.block_ids[self._first_block : self._first_block + self._num_pieces]
+            block_ids = self.sequence.block_ids[self._first_block : self._first_block + self._num_blocks]
+            if self._failpoints:
+                await self._failpoints.reach("open")
             push = await self._sender.open(self.ticket, block_ids)
             if self._failpoints:
                 await self._failpoints.reach("push")
@@ -102,7 +104,7 @@ class Handoff:
                     self.ticket.ticket_id,
                     output.token,
                     output.index,
-                    len(self._complete) * self._num_pieces,
+                    self.ticket.layout.num_layers * len(self.ticket.block_ids),
                     output.finish,
                     self.sequence.context,
                     output.logprobs,
@@ -114,7 +116,7 @@ class Handoff:
                     request.request_id,
                     request.attempt,
                     receipt.num_bytes,
-                    self._num_pieces,
+                    self._num_blocks,
                     push.transport,
                     now() - started,
                 )
@@ -151,7 +153,7 @@ class Handoff:
         """Only blocks that will not be written again are complete: full ones, and the last one when
         the whole context is there."""
         if num_tokens >= self.sequence.num_context:
-            blocks = self._first_block + self._num_pieces
+            blocks = self._first_block + self._num_blocks
         else:
             blocks = num_tokens // self._block_size
         self._complete[layer] = max(self._complete[layer], blocks - self._first_block)

@@ -12,16 +12,14 @@ from common.messages import HandoffCommit, HandoffReceipt, Ticket
 
 
 class KVPush(Protocol):
-    """One handoff under way.
-
-    Piece ``i`` of a layer is the ``i``-th block from the ticket's ``cached_tokens`` on: entry ``i`` of
-    the sender's block list and of ``ticket.block_ids``.
+    """One handoff under way. Blocks are counted as in the list that `KVSender.open` was given; which of the
+    receiver's blocks they fill is the push's business.
     """
 
     transport: str
 
     def push(self, layer: int, first: int, count: int) -> None:
-        """Queues pieces ``first .. first + count`` of ``layer``, whose KV is complete. Never waits.
+        """Queues blocks ``first .. first + count`` of ``layer``, whose KV is complete. Never waits.
         The blocks must stay as they are until `commit` or `abort` has returned.
         """
         ...
@@ -40,8 +38,8 @@ class KVPush(Protocol):
 
 class KVSender(Protocol):
     async def open(self, ticket: Ticket, block_ids: Sequence[int]) -> KVPush:
-        """Starts a handoff of ``block_ids`` (pool blocks of the context from ``ticket.cached_tokens``
-        on) over the first transport that both sides have.
+        """Starts a handoff of ``block_ids`` (this pool's blocks of the context, from the one on that holds
+        token ``ticket.cached_tokens``) over the first transport that both sides have.
 
         Raises LayoutMismatchError with both layouts, TicketError, or WorkerLostError.
         """

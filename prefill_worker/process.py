@@ -33,8 +33,10 @@ async def run_prefill_worker(
     server = WorkerServer(secret=config.cluster.secret)
     address = server.bind(config.worker.host, config.worker.port)
     runner = await load_runner(config, progress)
+    failpoints = Failpoints(config.failpoints, random.Random(worker_id))
     connect = partial(kv_channel.connect, secret=config.cluster.secret)
-    sender = Sender(runner.cache, config.transfer, make_transports(config.transfer, host_id(), address, connect))
+    transports = make_transports(config.transfer, host_id(), address, connect)
+    sender = Sender(runner.cache, config.transfer, transports, failpoints=failpoints)
     pool = make_pool(config, runner)
     scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
     info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())
@@ -46,7 +48,7 @@ async def run_prefill_worker(
         runner,
         sender,
         step_timeout_s=config.engine.step_timeout_s,
-        failpoints=Failpoints(config.failpoints, random.Random(worker_id)),
+        failpoints=failpoints,
     )
     worker.start()
     try:

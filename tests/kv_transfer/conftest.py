@@ -15,7 +15,6 @@ from common.errors import BatonError, WorkerLostError
 from common.messages import HandoffCommit, KVLayout, Ticket, TransportOffer
 from kv_transfer.channel import ByteChannel, Connector, FrameChannel
 from kv_transfer.host import host_id
-from kv_transfer.plan import num_pieces
 from kv_transfer.pool import NumpyPool
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -140,7 +139,7 @@ class Pair:
         return ticket, listener
 
     def commit(self, ticket: Ticket, **changes: Any) -> HandoffCommit:
-        commit = HandoffCommit(ticket.ticket_id, 42, 0, num_pieces(ticket.layout, len(ticket.block_ids)))
+        commit = HandoffCommit(ticket.ticket_id, 42, 0, ticket.layout.num_layers * len(ticket.block_ids))
         return dataclasses.replace(commit, **changes)
 
     def assert_moved(self, source_ids: Sequence[int], target_ids: Sequence[int]) -> None:

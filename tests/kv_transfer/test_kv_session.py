@@ -12,8 +12,18 @@ from common.errors import HandoffError
 from common.messages import FinishReason, HandoffReceipt
 from decode_worker.ports import KVReceiver
 from kv_transfer.blocking import run_inline
-from kv_transfer.frames import TRANSFER_VERSION, Error, Open, OpenAck, Piece, PieceAck, checksum, decode, encode
-from kv_transfer.plan import planned_bytes
+from kv_transfer.frames import (
+    TRANSFER_VERSION,
+    Error,
+    Open,
+    OpenAck,
+    Piece,
+    PieceAck,
+    checksum,
+    decode,
+    encode,
+    shard_seed,
+)
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.inline import InlineFrames
@@ -33,7 +43,7 @@ async def test_blocks_arrive_layer_by_layer(make_pair: Any, transports: Any) -> 
     for layer in range(3):
         push.push(layer, 3, 1)
     receipt = await push.commit(pair.commit(ticket, token=11, index=4, finish=FinishReason.STOP))
-    moved = planned_bytes(pair.source.layout, pair.target.layout, 4, 4)
+    moved = 4 * pair.target.layout.block_bytes
     assert receipt == HandoffReceipt(ticket.ticket_id, 12, moved)
     assert listener.all("committed") == [pair.commit(ticket, token=11, index=4, finish=FinishReason.STOP)]
     assert sum(listener.all("progressed")) == moved
@@ -78,7 +88,7 @@ async def test_pieces_in_any_order_and_more_than_once(make_pair: Any) -> None:
         push.push(*run)
     receipt = await push.commit(pair.commit(ticket))
     assert receipt.num_pieces == 24
-    assert receipt.num_bytes == planned_bytes(ticket.layout, ticket.layout, 8, 8)
+    assert receipt.num_bytes == 8 * ticket.layout.block_bytes
     pair.assert_moved(source, target)
     assert pair.receiver.counters.pieces == 24
     assert pair.receiver.counters.duplicates == pair.sender.counters.pieces - 24 > 0
@@ -226,7 +236,7 @@ async def test_a_second_opening_on_the_same_channel_replaces_the_first(make_pair
     assert [decode(await near.receive()) for _ in range(2)] == [OpenAck(1, True), OpenAck(2, True)]
     payload = bytes(ticket.layout.block_layer_bytes)
     for sequence, stream in ((1, 1), (2, 2)):
-        digest = checksum(memoryview(payload), stream, 0, 0, 1)
+        digest = checksum(memoryview(payload), shard_seed(ticket.ticket_id, ticket.secret, stream, 0), 0, 0, 1)
         await near.send(encode(Piece(stream, sequence, 0, 0, 1, digest, -1, payload)))
         assert decode(await near.receive()) == PieceAck(sequence)
     assert (pair.receiver.counters.stale, pair.receiver.counters.pieces) == (1, 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from common.errors import BatonError, HandoffError, WorkerLostError
+from common.errors import BatonError, HandoffError, IntegrityError, WorkerLostError
 from common.messages import HandoffCommit
 from kv_transfer.frames import INLINE, Piece
 from kv_transfer.host import host_id
@@ -148,8 +148,9 @@ async def test_damage_in_staging_does_not_reach_the_pool(make_pair: Any, monkeyp
         await send(frame)
 
     monkeypatch.setattr(channel, "send", send_damaged)
-    push.push(0, 0, 1)
-    with pytest.raises(HandoffError, match="checksum"):
+    for layer in range(3):
+        push.push(layer, 0, 1)
+    with pytest.raises(IntegrityError, match="0 arrived intact in 4 tries"):
         await push.commit(pair.commit(ticket))
     assert not pair.target.data.any()
     await pair.close()
@@ -170,7 +171,8 @@ async def test_pieces_outside_the_shared_memory(make_pair: Any, monkeypatch: Any
         await send(frame)
 
     monkeypatch.setattr(push._line._channel, "send", send_misplaced)
-    push.push(0, 0, 1)
+    for layer in range(3):
+        push.push(layer, 0, 1)
     with pytest.raises(HandoffError, match="shared memory"):
         await push.commit(pair.commit(ticket))
     assert len(listener.all("failed")) == 1

@@ -1,0 +1,93 @@
+"""The copies at both ends of a transfer: `Gather` out of the sender's pool, `Scatter` into the receiver's.
+
+A payload holds blocks of the receiver, [block][keys, values][token][moved heads][head_dim] in the wire's
+format; tokens after the last one are zeros. Where both pools lie alike it is whole blocks, moved as bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kv_transfer.channel import Bytes
+from kv_transfer.plan import ShardPlan
+from kv_transfer.pool import BlockPool
+from kv_transfer.wire import Wire
+
+
+def make_wire(plan: ShardPlan, name: str) -> Wire:
+    return Wire(name, plan.source.dtype, plan.target.dtype, len(plan.heads), plan.target.head_dim)
+
+
+class Gather:
+    """``block_ids``: the sender's blocks, from the one on that holds the ticket's first token."""
+
+    def __init__(self, plan: ShardPlan, wire: Wire, block_ids: Sequence[int]) -> None:
+        self._plan = plan
+        self._wire = wire
+        self._block_ids = np.asarray(block_ids, dtype=np.int64)
+        self._columns = _part(plan.source_columns, plan.source.token_bytes)
+        self._rows = plan.target.halves * plan.target.block_size
+        self.block_bytes = self._rows * wire.row_bytes
+        """Payload of one of the receiver's blocks."""
+
+    def read(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes) -> None:
+        """The receiver's blocks ``first .. first + count`` into ``out``, uint8 [count * block_bytes]."""
+        plan = self._plan
+        if plan.same_blocks:
+            ids = self._block_ids[first : first + count]
+            if not self._wire.encodes:
+                pool.read_blocks(layer, ids, out.reshape(count, -1), self._columns)
+                return
+            rows: Bytes = np.empty((count, self._rows * self._wire.source_row_bytes), dtype=np.uint8)
+            pool.read_blocks(layer, ids, rows, self._columns)
+        else:
+            rows = self._regroup(pool, layer, first, count)
+        self._wire.encode(rows.reshape(count * self._rows, -1), out)
+
+    def _regroup(self, pool: BlockPool, layer: int, first: int, count: int) -> Bytes:
+        """uint8 [count, halves, receiver's block_size, row bytes], from blocks of another size."""
+        plan, row_bytes = self._plan, self._wire.source_row_bytes
+        halves, blocks, tokens = plan.source.halves, plan.source_blocks(first, count), plan.tokens(first, count)
+        held = np.empty((len(blocks), halves * plan.source.block_size * row_bytes), dtype=np.uint8)
+        pool.read_blocks(layer, self._block_ids[blocks.start : blocks.stop], held, self._columns)
+        by_block = held.reshape(len(blocks), halves, plan.source.block_size, row_bytes)
+        by_token = by_block.swapaxes(0, 1).reshape(halves, -1, row_bytes)
+        skipped = plan.skipped_tokens + tokens.start - blocks.start * plan.source.block_size
+        regrouped = np.zeros((count, halves, plan.target.block_size, row_bytes), dtype=np.uint8)
+        whole = len(tokens) // plan.target.block_size
+        rest = len(tokens) - whole * plan.target.block_size
+        end = skipped + whole * plan.target.block_size
+        if whole:
+            parts = by_token[:, skipped:end].reshape(halves, whole, plan.target.block_size, row_bytes)
+            regrouped[:whole] = parts.swapaxes(0, 1)
+        if rest:
+            regrouped[whole, :, :rest] = by_token[:, end : end + rest]
+        return regrouped
+
+
+class Scatter:
+    """``block_ids``: the ticket's."""
+
+    def __init__(self, plan: ShardPlan, wire: Wire, block_ids: Sequence[int]) -> None:
+        self._wire = wire
+        self._block_ids = np.asarray(block_ids, dtype=np.int64)
+        self._columns = _part(plan.target_columns, plan.target.token_bytes)
+        self.block_bytes = plan.target.halves * plan.target.block_size * wire.row_bytes
+
+    def write(
+        self, pool: BlockPool, layer: int, first: int, count: int, which: NDArray[np.intp], payload: Bytes
+    ) -> None:
+        """Of the ticket's blocks ``first .. first + count`` in ``payload`` those at ``which``."""
+        rows = payload.reshape(count, -1) if not self._wire.decodes else self._wire.decode(payload).reshape(count, -1)
+        ids = self._block_ids[first : first + count]
+        if len(which) < count:
+            rows, ids = rows[which], ids[which]
+        pool.write_blocks(layer, ids, rows, self._columns)
+
+
+def _part(columns: slice, token_bytes: int) -> slice | None:
+    """None for all of a token."""
+    return None if (columns.start, columns.stop) == (0, token_bytes) else columns
