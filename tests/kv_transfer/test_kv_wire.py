@@ -22,7 +22,9 @@ rows = st.lists(st.tuples(heads, sizes), min_size=1, max_size=5).map(
 )
 
 
-def through(wire: Wire, numbers: torch.Tensor) -> torch.Tensor:
+def through(name: str, numbers: torch.Tensor, target: str) -> torch.Tensor:
+    """``numbers`` [n, HEADS * DIM] as they arrive in a pool of dtype ``target``."""
+    wire = Wire(name, str(numbers.dtype).removeprefix("torch."), target, HEADS, DIM)
     data = numbers.contiguous().view(torch.uint8).view(len(numbers), -1).numpy()
     assert data.shape[1] == wire.source_row_bytes
     payload = np.full(len(numbers) * wire.row_bytes, 255, dtype=np.uint8)
@@ -30,26 +32,17 @@ def through(wire: Wire, numbers: torch.Tensor) -> torch.Tensor:
     payload.flags.writeable = False  # as a message is
     found = wire.decode(payload)
     assert found.shape == (len(numbers), wire.target_row_bytes)
-    return torch.from_numpy(np.array(found)).view(getattr(torch, wire_target[wire]))
-
-
-wire_target: dict[Wire, str] = {}
-
-
-def make(name: str, source: str, target: str) -> Wire:
-    wire = Wire(name, source, target, HEADS, DIM)
-    wire_target[wire] = target
-    return wire
+    return torch.from_numpy(np.array(found)).view(getattr(torch, target))
 
 
 @given(rows)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_equal_formats_move_as_bytes(dtype: str, numbers: np.ndarray) -> None:
-    wire = make("native", dtype, dtype)
+    wire = Wire("native", dtype, dtype, HEADS, DIM)
     assert not wire.encodes
     assert not wire.decodes
     stored = torch.from_numpy(numbers).clamp(-FP8_MAX, FP8_MAX).to(getattr(torch, dtype))
-    assert torch.equal(through(wire, stored).view(torch.uint8), stored.view(torch.uint8))
+    assert torch.equal(through("native", stored, dtype).view(torch.uint8), stored.view(torch.uint8))
 
 
 @pytest.mark.parametrize("source", DTYPES)
@@ -58,23 +51,22 @@ def test_native_is_what_the_receiver_would_round_to_itself(source: str, target: 
     """Wider to narrower: one rounding, on either side the same. Narrower to wider: exact."""
     numbers = torch.from_numpy(np.random.default_rng(3).normal(0, 20, (50, HEADS * DIM)).astype(np.float32))
     stored = numbers.to(getattr(torch, source))
-    wire = make("native", source, target)
-    found = through(wire, stored)
+    found = through("native", stored, target)
     assert torch.equal(found.float(), stored.float().to(getattr(torch, target)).float())
     sizes = [getattr(torch, name).itemsize for name in (source, target)]
-    assert wire.row_bytes == HEADS * DIM * min(sizes)
+    assert Wire("native", source, target, HEADS, DIM).row_bytes == HEADS * DIM * min(sizes)
 
 
 def test_too_large_for_float8_is_its_largest_number_and_not_nan() -> None:
     stored = torch.tensor([[1e9, -1e9, 448.0, 460.0] * 2])
-    assert through(make("native", "float32", "float8_e4m3fn"), stored).float().tolist() == [[448, -448, 448, 448] * 2]
+    assert through("native", stored, "float8_e4m3fn").float().tolist() == [[448, -448, 448, 448] * 2]
 
 
 @given(rows)
 @example(np.zeros((1, HEADS * DIM), dtype=np.float32))
 @pytest.mark.parametrize("name", ["bfloat16", "float8", "int8"])
 def test_the_error_is_as_stated(name: str, numbers: np.ndarray) -> None:
-    found = through(make(name, "float32", "float32"), torch.from_numpy(numbers)).numpy().astype(np.float64)
+    found = through(name, torch.from_numpy(numbers), "float32").numpy().astype(np.float64)
     exact = numbers.astype(np.float64)
     largest = np.abs(exact).reshape(len(exact), HEADS, DIM).max(axis=-1).repeat(DIM, axis=-1)
     bound = {
@@ -94,6 +86,6 @@ def test_bytes_saved() -> None:
 
 def test_what_is_no_payload() -> None:
     with pytest.raises(HandoffError, match="5 bytes is not whole rows of 32"):
-        make("native", "float32", "float32").decode(np.zeros(5, dtype=np.uint8))
+        Wire("native", "float32", "float32", HEADS, DIM).decode(np.zeros(5, dtype=np.uint8))
     with pytest.raises(HandoffError, match="no wire format 'zip'"):
         Wire("zip", "float32", "float32", 1, 1)
