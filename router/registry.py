@@ -20,8 +20,8 @@ from router.prefix_index import PrefixIndex
 from router.worker import Worker
 from router.worker_link import ClientFactory, WorkerLink
 
-SHARED_LAYOUT_FIELDS = ("model", "kind", "num_layers", "total_kv_heads", "head_dim", "block_size", "dtype", "version")
-"""What the KV layouts of all workers have in common; how heads are spread over ranks may differ."""
+SHARED_LAYOUT_FIELDS = ("model", "kind", "num_layers", "total_kv_heads", "head_dim", "version")
+"""What the KV layouts of all workers have in common; blocks, formats and how heads are dealt may differ."""
 
 
 class Registry:
