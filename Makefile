@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-unit test-slow check proto clean
+.PHONY: help install nixl serve test test-unit test-slow check proto clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile
@@ -18,6 +18,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+nixl: $(STAMP)  ## add the NIXL transport to .venv (70 MB; tests that need it are skipped without)
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps 'nixl>=1.5,<2' 'nixl-cu12>=1.5,<2'
 
 serve: $(STAMP)  ## fetch the small model once and serve it; more flags: make serve ARGS='--prefill 2 --decode 2'
 	@exec $(BIN)/baton serve $(ARGS)

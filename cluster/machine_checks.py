@@ -102,7 +102,7 @@ def check_batch_invariance(facts: Facts, config: Config) -> Check:
 
 def check_shared_memory(facts: Facts, config: Config) -> Check:
     name = "shared-memory"
-    if facts.memfd_error and "shm" in config.transfer.transports and config.mode == "split":
+    if facts.memfd_error and "shm" in config.transfer.transports and config.mode != "colocated":
         only = config.transfer.transports == ("shm",)
         detail = f"no anonymous memory files ({facts.memfd_error})"
         advice = "set transfer.transports=[grpc], or allow memfd_create"

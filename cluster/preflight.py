@@ -29,13 +29,11 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, HTTP2_SET
 
 def check_available(config: Config) -> None:
     """Refuses what this version does not do. Raises ConfigError."""
-    if config.mode == "adaptive":
-        raise ConfigError("mode adaptive is not available yet; known modes: split, colocated", param="mode")
     device = config.engine.device
     if not DEVICES.fullmatch(device):
         raise ConfigError(f"engine.device {device!r} is not a device: auto, cpu, cuda or cuda:N", param="engine.device")
     given = config.transfer.transports
-    if config.mode == "split" and not set(given) & set(AVAILABLE_TRANSPORTS):
+    if config.mode != "colocated" and not set(given) & set(AVAILABLE_TRANSPORTS):
         raise ConfigError(
             f"transfer.transports needs one of {', '.join(AVAILABLE_TRANSPORTS)}, it is [{', '.join(given)}]",
             param="transfer.transports",

@@ -18,7 +18,7 @@ from common.errors import ConfigError
 from common.failpoints import Failpoints
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Transport = Literal["local", "shm", "gloo", "nccl", "tcp", "grpc"]
+Transport = Literal["local", "shm", "gloo", "nccl", "nixl", "tcp", "grpc"]
 WireFormat = Literal["native", "bfloat16", "float8", "int8"]
 Mode = Literal["split", "adaptive", "colocated"]
 
@@ -75,7 +75,9 @@ class DecodeConfig(_Section):
     workers: int = Field(1, ge=0)
     addresses: tuple[str, ...] = ()
     max_sequences: int = Field(64, ge=1, description="sequences in one step")
-    chunk_tokens: int = Field(256, ge=1, description="budget for prompt tokens in one step (resume, colocated)")
+    chunk_tokens: int = Field(
+        256, ge=1, description="budget for prompt tokens in one step (resume, adaptive, colocated)"
+    )
 
 
 class TransferConfig(_Section):
@@ -83,6 +85,9 @@ class TransferConfig(_Section):
 
     transports: tuple[Transport, ...] = ("shm", "grpc")
     lease_s: float = Field(30.0, gt=0, description="a ticket without progress for this long is void")
+    pull_patience_s: float = Field(
+        2.0, gt=0, description="a pulled prefix without progress for this long is given up, and computed"
+    )
     staging_bytes: int = Field(64 << 20, ge=1 << 16, description="bytes in flight per pair of workers")
     verify: bool = Field(True, description="check each block's checksum on arrival")
     retries: int = Field(3, ge=0, description="how often pieces that were lost or damaged are asked for again")
@@ -107,6 +112,18 @@ class RouterConfig(_Section):
     default_max_tokens: int = Field(4096, ge=1, description="when the client gives none; capped by the context limit")
     recent_requests: int = Field(4096, ge=1, description="finished requests kept for /requests/{id}")
     probe_timeout_s: float = Field(10.0, gt=0, description="patience of /ready's own request")
+    pulls: bool = Field(True, description="a worker may pull a prefix from another one instead of computing it")
+    pull_token_cost: float = Field(
+        0.1, ge=0, le=1, description="pulling the KV of a token takes this share of the time of computing it"
+    )
+    pull_fixed_tokens: int = Field(
+        64, ge=0, description="a pull takes, beside that, the time of computing this many tokens"
+    )
+    local_prefill_tokens: int = Field(
+        128,
+        ge=0,
+        description="adaptive mode: up to this many prompt tokens that the decode worker lacks it computes itself",
+    )
     worker_patience_s: float = Field(10.0, ge=0, description="how long requests wait for a role without a ready worker")
 
 

@@ -20,6 +20,7 @@ import difflib
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
@@ -36,6 +37,7 @@ FAILPOINTS: dict[str, str] = {
     "commit": "all blocks are computed and pushed, the commit is next",
     "join": "a decode worker has all blocks and the commit; the sequence is about to join",
     "receipt": "a decode worker has accepted a handoff, the prefill worker does not know it yet",
+    "pull": "a worker holds the blocks of a prefix that another one pulls; none has been pushed",
     "decode_step": "a decode worker's engine begins a step",
 }
 """Where each one is."""
@@ -79,6 +81,8 @@ class Failpoints:
             name: [_parse(name, part) for part in text.split("|")] for name, text in (actions or {}).items()
         }
         self.rng = rng or random.Random(0)
+        self.happened: Counter[tuple[str, str]] = Counter()
+        """How often each (failpoint, kind of action) took place."""
         self._crash = crash
 
     def __bool__(self) -> bool:
@@ -117,6 +121,7 @@ class Failpoints:
                 continue
             if action.left is not None:
                 action.left -= 1
+            self.happened[name, action.kind] += 1
             return action
         return None
 

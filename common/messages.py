@@ -97,6 +97,15 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixSource:
+    """A worker that, as the router believes, holds the KV of a context's first ``num_tokens`` tokens."""
+
+    worker_id: str
+    address: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One attempt at one answer.
 
@@ -104,6 +113,7 @@ class GenerationRequest:
     never sampled again, and generation continues at index ``len(generated)``.
     ``cache_salt`` separates prefix caches (tenant, adapter, model); equal prompts under different
     salts share nothing. ``timeout_s`` is what is left of the request's time, ``None`` for no limit.
+    ``prefix_source``: the worker that computes the context had better pull its beginning from there.
     """
 
     request_id: str
@@ -115,6 +125,7 @@ class GenerationRequest:
     priority: int = 0
     timeout_s: float | None = None
     trace: str = ""
+    prefix_source: PrefixSource | None = None
 
     @property
     def key(self) -> str:
@@ -266,9 +277,10 @@ class TransportOffer:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A decode worker's promise of blocks for one attempt.
+    """A worker's promise of blocks for one attempt: a decode worker's for a handoff, or any worker's for a
+    prefix that it pulls (then ``context_tokens`` are the prefix).
 
-    The decode worker already holds the KV of the first ``cached_tokens`` context tokens (a multiple
+    The worker already holds the KV of the first ``cached_tokens`` context tokens (a multiple
     of its block size, or the whole context less its partial block); ``block_ids`` are its blocks for
     the tokens from there on, in order. ``secret`` authorises writes; the ticket dies ``lease_s``
     after its last progress.
@@ -294,7 +306,8 @@ class HandoffCommit:
 
     ``num_pieces`` is how many (layer, block of the receiver) pieces the handoff has; the receiver compares it
     with what arrived intact. ``finish`` is set when the first token already ends the answer. ``context``: where the
-    sender had the KV from, and ``logprobs``, in case its own word to the router gets lost.
+    sender had the KV from, and ``logprobs``, in case its own word to the router gets lost. A pulled prefix has no
+    token: its commit says token 0, index 0.
     """
 
     ticket_id: str
@@ -313,6 +326,29 @@ class HandoffReceipt:
     ticket_id: str
     num_pieces: int
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixRequest:
+    """From one worker to another: push the KV of the first of ``tokens``, the ticket's context, into its blocks.
+
+    The tokens after those help a holder with larger blocks to find the one that the context ends in.
+    ``timeout_s``: what is left of the time of the request that it is for.
+    """
+
+    ticket: Ticket
+    tokens: tuple[int, ...]
+    cache_salt: str = ""
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixReply:
+    """``held_tokens`` of the prefix are in the worker's cache. When those are all, they were pushed: so many
+    bytes. When there are fewer, nothing was."""
+
+    held_tokens: int
+    num_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +399,27 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
 
 
+@dataclass(slots=True)
+class TransferCounters:
+    """What one end of a worker's transfers has done since it started. A piece is one of the receiver's blocks in one
+    layer. The end itself counts in it, a report has a copy.
+
+    ``duplicates`` came again and were not written again; ``stale`` pieces came for a ticket or an
+    opening that was over; ``corrupt`` ones did not verify; ``resent`` were asked for and sent again;
+    ``fallbacks``: a preferred transport did not work and the next one was tried.
+    """
+
+    num_bytes: int = 0
+    pieces: int = 0
+    handoffs: int = 0
+    failures: int = 0
+    duplicates: int = 0
+    stale: int = 0
+    corrupt: int = 0
+    resent: int = 0
+    fallbacks: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
     """A worker's numbers between two steps. Blocks are pool blocks, tokens are context tokens.
@@ -386,6 +443,8 @@ class WorkerLoad:
     preemptions: int = 0
     kv_bytes_sent: int = 0
     kv_bytes_received: int = 0
+    sending: TransferCounters = field(default_factory=TransferCounters)
+    receiving: TransferCounters = field(default_factory=TransferCounters)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,13 @@ One `Metrics` a process. Names follow Prometheus conventions: base units, `_tota
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
+
+from common.messages import TransferCounters
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
@@ -26,6 +32,9 @@ class RouterMetrics:
         self.prompt_tokens = Counter("baton_prompt_tokens_total", "Prompt tokens of ended requests.", registry=r)
         self.cached_tokens = Counter(
             "baton_cached_prompt_tokens_total", "Prompt tokens found in a prefill worker's prefix cache.", registry=r
+        )
+        self.pulled_tokens = Counter(
+            "baton_pulled_prompt_tokens_total", "Prompt tokens whose KV the prefill side pulled.", registry=r
         )
         self.generated_tokens = Counter("baton_generated_tokens_total", "Tokens sent to clients.", registry=r)
         self.duplicate_tokens = Counter(
@@ -73,9 +82,16 @@ class WorkerMetrics:
         self.kv_bytes_sent = counter("baton_kv_sent_bytes_total", "KV bytes sent to peers.")
         self.kv_bytes_received = counter("baton_kv_received_bytes_total", "KV bytes received and verified.")
         self.handoffs_failed = counter("baton_handoffs_failed_total", "Handoffs that ended in an error.")
+        self.pulled_tokens = counter("baton_pulled_tokens_total", "Context tokens whose KV another worker sent.")
+        self.pulls = counter("baton_pulls_total", "Prefixes that were pulled from another worker.")
+        self.pulls_failed = counter("baton_pulls_failed_total", "Pulls that failed: the prefix was computed instead.")
         self.tickets_expired = counter("baton_tickets_expired_total", "Tickets that ran out of lease.")
         self._blocks = Gauge("baton_kv_blocks", "KV blocks by state.", ["role", "state"], registry=r)
         self._role = role
+
+    def export_transfers(self, sending: TransferCounters, receiving: TransferCounters) -> None:
+        """From now on what both ends of the worker's transfers count is among its metrics."""
+        self.registry.register(_Transfers(self._role, {"send": sending, "receive": receiving}))
 
     def set_blocks(self, counts: dict[str, int]) -> None:
         """``counts``: block state → number of blocks."""
@@ -85,3 +101,31 @@ class WorkerMetrics:
     def render(self) -> bytes:
         """The text exposition of all metrics."""
         return generate_latest(self.registry)
+
+
+_TRANSFERS = {
+    "pieces": "Pieces of KV (a block of one layer) that were sent, or that arrived intact.",
+    "handoffs": "Handoffs that went well.",
+    "failures": "Handoffs that did not.",
+    "duplicates": "Pieces that came again, and were not written again.",
+    "stale": "Pieces that came when their handoff was over, and were not written.",
+    "corrupt": "Pieces that did not verify, and were not written.",
+    "resent": "Pieces that were lost or damaged, and sent again.",
+    "fallbacks": "Times that a preferred transport did not work and the next one was tried.",
+}
+"""Fields of TransferCounters and what they count."""
+
+
+class _Transfers(Collector):
+    """Reads the counters of a worker's transfers whenever its metrics are asked for."""
+
+    def __init__(self, role: str, ends: dict[str, TransferCounters]) -> None:
+        self._role = role
+        self._ends = ends
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        for name, text in _TRANSFERS.items():
+            family = CounterMetricFamily(f"baton_kv_transfer_{name}", text, labels=["role", "direction"])
+            for direction, counters in self._ends.items():
+                family.add_metric([self._role, direction], getattr(counters, name))
+            yield family

@@ -14,10 +14,13 @@ from common.messages import Role, WorkerState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.assembly import describe, load_runner, make_pool
+from engine.ports import Exchange
 from kv_transfer.host import host_id
 from kv_transfer.receiver import Receiver
+from kv_transfer.sender import Sender
 from kv_transfer.transports.available import make_transports
 from rpc import kv_channel
+from rpc.peers import GrpcPeers
 from rpc.servers import WorkerServer
 
 
@@ -40,6 +43,8 @@ async def run_decode_worker(
     transports = make_transports(config.transfer, host_id(), address, connect)
     receiver = Receiver(runner.cache, config.transfer, host_id(), transports, failpoints=failpoints)
     await receiver.start()
+    sender = Sender(runner.cache, config.transfer, transports, failpoints=failpoints)
+    exchange = Exchange(sender, receiver, GrpcPeers(secret=config.cluster.secret))
     pool = make_pool(config, runner)
     scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)
     role = Role.BOTH if config.mode == "colocated" else Role.DECODE
@@ -51,7 +56,7 @@ async def run_decode_worker(
         pool,
         scheduler,
         runner,
-        receiver,
+        exchange,
         step_timeout_s=config.engine.step_timeout_s,
         failpoints=failpoints,
     )

@@ -21,7 +21,7 @@ from common.failpoints import Failpoints
 from common.lifecycle import Tasks
 from common.messages import HandoffCommit, Ticket, WorkerInfo
 from common.metrics import WorkerMetrics
-from decode_worker.ports import KVReceiver
+from engine.ports import KVReceiver
 from engine.sequence import Sequence
 
 

@@ -1,12 +1,12 @@
 """What a decode worker computes next: one token for every running sequence, and contexts that are its own.
 
                   reserve ──▶ reserved ──KV arrived: join──▶ running ──end──▶ gone
-      (colocated) submit ─────────────────────────────────▶ running │
+    (local prefill) submit ──▶ (pulling ──pulled──▶)──────▶ running │
                                             resumed ▲               ▼ blocks ran out
                                                     └── preempted ◀─┘
 
 A running sequence has tokens to compute: one (it decodes) or more (its context is computed here, in
-chunks: colocated, or after preemption). Everything that decodes is in every step; contexts share what
+chunks: colocated, adaptive, or after preemption). Everything that decodes is in every step; contexts share what
 `chunk_tokens` allows beside them. When blocks run out the sequence that joined last gives its blocks
 back and starts again when there are enough, before anyone new: nobody starves, and since the one that
 has run longest is never the victim while another runs, somebody always ends.
@@ -24,7 +24,7 @@ from engine.sequence import Sequence, SequenceOutput, finish_reason
 
 
 class DecodeScheduler:
-    """``max_sequences``: sequences reserved, running or preempted; ``chunk_tokens``: context tokens in
+    """``max_sequences``: sequences reserved, pulled for, running or preempted; ``chunk_tokens``: context tokens in
     one step beside the decodes."""
 
     def __init__(self, pool: BlockPool, model: ModelInfo, max_sequences: int, chunk_tokens: int) -> None:
@@ -33,15 +33,17 @@ class DecodeScheduler:
         self._max_sequences = max_sequences
         self._chunk_tokens = chunk_tokens
         self._reserved: dict[str, Sequence] = {}
+        self._pulling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._preempted: dict[str, Sequence] = {}
+        self._pulls: list[Sequence] = []
         self._next_step_id = 0
         self.preemptions = 0
         self.recomputed_tokens = 0
 
     @property
     def num_waiting(self) -> int:
-        return len(self._reserved) + len(self._preempted)
+        return len(self._reserved) + len(self._pulling) + len(self._preempted)
 
     @property
     def num_running(self) -> int:
@@ -55,9 +57,8 @@ class DecodeScheduler:
     @property
     def waiting_tokens(self) -> int:
         """Context tokens still to be computed on this worker."""
-        return sum(s.num_remaining for s in self._running.values() if not s.is_decoding) + sum(
-            s.num_remaining for s in self._preempted.values()
-        )
+        contexts = [s for s in self._running.values() if not s.is_decoding]
+        return sum(s.num_remaining for s in (*contexts, *self._pulling.values(), *self._preempted.values()))
 
     # ── in ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -78,10 +79,29 @@ class DecodeScheduler:
         most = 0 if sequence.is_scoring else sequence.num_context - 1
         shared = self._pool.match(sequence.tokens, sequence.root, most)
         self._hold(sequence, shared, now)
-        self._start(sequence, len(shared), now)
-        sequence.context = ContextTokens(
-            cached=sequence.num_computed, computed=sequence.num_context - sequence.num_computed
-        )
+        cached = sequence.num_computed = len(shared) * self._pool.block_size
+        sequence.context = ContextTokens(cached=cached, computed=sequence.num_context - cached)
+        sequence.num_pulling = sequence.pullable(self._pool.block_size)
+        if sequence.num_pulling:
+            self._pulling[sequence.key] = sequence
+            self._pulls.append(sequence)
+        else:
+            self._start(sequence, now)
+
+    def take_pulls(self) -> list[Sequence]:
+        """Sequences that were submitted since the last call, and wait for `pulled`."""
+        pulls, self._pulls = self._pulls, []
+        return pulls
+
+    def pulled(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """The pull for a sequence has ended: ``num_tokens`` came, and nothing writes its blocks any more."""
+        del self._pulling[sequence.key]
+        sequence.pulled(num_tokens)
+        if sequence.error is not None:
+            self._drop(sequence)
+            return
+        self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
+        self._start(sequence, now)
 
     def join(self, sequence: Sequence, token: int, now: float, logprobs: Logprobs | None = None) -> SequenceOutput:
         """All KV of a reserved sequence has arrived, and its first token: it decodes from now on.
@@ -102,9 +122,9 @@ class DecodeScheduler:
         return SequenceOutput(sequence, index, token, finish, logprobs=logprobs)
 
     def abort(self, sequence: Sequence, error: BatonError) -> bool:
-        """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running
-        step, and ends with it (an output with ``error``)."""
-        if sequence.in_flight:
+        """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running step and
+        ends with it (an output with ``error``), or being pulled for and ends with that."""
+        if sequence.in_flight or sequence.num_pulling:
             sequence.error = error
             return False
         self._drop(sequence)
@@ -156,7 +176,7 @@ class DecodeScheduler:
 
     def _hold(self, sequence: Sequence, shared: list[int], now: float) -> Holding:
         """Blocks for the context and one more token, for somebody new."""
-        held = len(self._reserved) + len(self._running) + len(self._preempted)
+        held = len(self._reserved) + len(self._pulling) + len(self._running) + len(self._preempted)
         if held >= self._max_sequences:
             raise NoCapacityError(f"the batch is full: decode.max_sequences is {self._max_sequences}, {held} are held")
         if self._preempted:
@@ -178,8 +198,7 @@ class DecodeScheduler:
     def _spare_blocks(self) -> int:
         return max(1, self._pool.num_blocks // 100)
 
-    def _start(self, sequence: Sequence, num_shared: int, now: float) -> None:
-        sequence.num_computed = num_shared * self._pool.block_size
+    def _start(self, sequence: Sequence, now: float) -> None:
         sequence.started_at = now
         self._running[sequence.key] = sequence
         self._pool.set_state(sequence.key, BlockState.RUNNING)
@@ -199,7 +218,8 @@ class DecodeScheduler:
                 return
             del self._preempted[sequence.key]
             sequence.block_ids = holding.block_ids
-            self._start(sequence, len(shared), now)
+            sequence.num_computed = len(shared) * self._pool.block_size
+            self._start(sequence, now)
             self.recomputed_tokens += sequence.num_remaining - 1
 
     def _grow(self) -> None:

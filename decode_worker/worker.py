@@ -1,7 +1,7 @@
 """The decode role: promises blocks, takes over handoffs, generates, streams.
 
-In colocated mode (role ``BOTH``) it also computes contexts itself; that is the scheduler's ability,
-this module only lets requests in by another door (`submit`).
+It can also compute a context itself (always in colocated mode, role ``BOTH``; in adaptive mode a short one):
+that is the scheduler's ability, this module only lets requests in by another door (`submit`).
 
 It knows routers' calls and tickets; what is computed next is the scheduler's business, how KV arrives
 the receiver's.
@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from common.config import TransferConfig, WorkerConfig
 from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
@@ -31,13 +31,13 @@ from common.messages import (
     WorkerLoad,
 )
 from common.metrics import WorkerMetrics
-from decode_worker.ports import KVReceiver
 from decode_worker.reservation import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.streams import RouterStream, RouterStreams, gone
 from engine.blocks import BlockPool
 from engine.engine_worker import EngineWorker
 from engine.plan import Executor, StepPlan
+from engine.ports import Exchange
 from engine.sequence import Sequence, SequenceOutput
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class DecodeWorker(EngineWorker):
         pool: BlockPool,
         scheduler: DecodeScheduler,
         executor: Executor,
-        receiver: KVReceiver,
+        exchange: Exchange,
         metrics: WorkerMetrics | None = None,
         *,
         step_timeout_s: float = float("inf"),
@@ -77,16 +77,17 @@ class DecodeWorker(EngineWorker):
         super().__init__(
             info,
             config,
+            transfer,
             pool,
             scheduler,
             executor,
+            exchange,
             metrics,
             failpoints,
             step_failpoint="decode_step",
             step_timeout_s=step_timeout_s,
         )
         self._scheduler = scheduler
-        self._receiver = receiver
         self._attempts: dict[str, _Attempt] = {}
         self._early_cancels: dict[str, None] = {}
         self._streams = RouterStreams()
@@ -97,7 +98,7 @@ class DecodeWorker(EngineWorker):
         self._preemptions_seen = 0
         self._reservations = Reservations(
             info,
-            receiver,
+            exchange.receiver,
             transfer.lease_s,
             self._joined,
             self._handoff_ended,
@@ -107,14 +108,16 @@ class DecodeWorker(EngineWorker):
         )
 
     @property
-    def num_open(self) -> int:
+    def num_requests(self) -> int:
         return len(self._attempts)
 
     async def close(self) -> None:
         self._life.leave()
         self._streams.close_all()
-        await self._receiver.close()
+        await self._exchange.receiver.close()
         await self._life.end()
+        await self._exchange.peers.close()
+        await self._exchange.sender.close()
         await self._executor.close()
 
     # ── what routers ask ──────────────────────────────────────────────────────────────────────────
@@ -148,6 +151,7 @@ class DecodeWorker(EngineWorker):
         self._scheduler.submit(attempt.sequence, attempt.sequence.arrival)
         attempt.joined_at = attempt.sequence.arrival
         self._enter(attempt)
+        self._scheduled()  # a pull need not wait for the end of the step that is running
         self._engine.wake()
 
     async def cancel(self, request_id: str, attempt: int) -> None:
@@ -202,6 +206,8 @@ class DecodeWorker(EngineWorker):
             return
         if self._scheduler.abort(attempt.sequence, error):
             self._finish(attempt, FinishReason.ERROR, error)
+        else:
+            self._pulls.cancel(key)
         self._engine.wake()
 
     def _finish(
@@ -259,6 +265,10 @@ class DecodeWorker(EngineWorker):
         self._finish(self._attempts[sequence.key], FinishReason.ERROR, error)
         self._engine.wake()
 
+    def _pulled(self, sequence: Sequence) -> None:
+        if sequence.error is not None:
+            self._finish(self._attempts[sequence.key], FinishReason.ERROR, sequence.error)
+
     # ── what the engine tells ─────────────────────────────────────────────────────────────────────
 
     def _planned(self, plan: StepPlan) -> None:
@@ -315,5 +325,8 @@ class DecodeWorker(EngineWorker):
             computed_context_tokens=self._context_tokens,
             decoded_tokens=self._decoded_tokens,
             preemptions=scheduler.preemptions,
-            kv_bytes_received=self._reservations.received_bytes,
+            kv_bytes_sent=self._pushes.sent_bytes,
+            kv_bytes_received=self._reservations.received_bytes + self._pulls.received_bytes,
+            sending=replace(self._exchange.sender.counters),
+            receiving=replace(self._exchange.receiver.counters),
         )

@@ -1,26 +1,52 @@
 """What every worker is, whatever its role: an engine that runs steps, a life, a voice, and a ledger.
 
-A role adds which requests come in and what becomes of a step's outputs. Knows no tickets, no streams and
-no network.
+A role adds which requests come in and what becomes of a step's outputs. Prefixes go from any worker to any
+other (`prefix_push`, `prefix_pull`). Knows no handoffs, no streams and no network.
 """
 
 from __future__ import annotations
 
 import abc
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
+from collections.abc import Sequence as Items
 from functools import partial
+from typing import Protocol
 
-from common.config import WorkerConfig
+from common.config import TransferConfig, WorkerConfig
 from common.failpoints import Failpoints
-from common.messages import WorkerEvent, WorkerInfo, WorkerLedger, WorkerLoad, WorkerState
+from common.messages import (
+    PrefixReply,
+    PrefixRequest,
+    WorkerEvent,
+    WorkerInfo,
+    WorkerLedger,
+    WorkerLoad,
+    WorkerState,
+)
 from common.metrics import WorkerMetrics
 from engine.blocks import BlockPool
 from engine.life import Life
 from engine.loop import EngineLoop, Scheduler
 from engine.plan import Executor, LayerHook, StepPlan
+from engine.ports import Exchange
+from engine.prefix_pull import PrefixPulls
+from engine.prefix_push import PrefixPushes
 from engine.reporting import Reporter
-from engine.sequence import SequenceOutput
+from engine.sequence import Sequence, SequenceOutput
+
+
+class PullingScheduler(Scheduler, Protocol):
+    """A scheduler whose sequences may wait for a part of their KV."""
+
+    def take_pulls(self) -> list[Sequence]:
+        """Sequences that have their blocks since the last call, and wait for `pulled`."""
+        ...
+
+    def pulled(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """The pull for a sequence has ended: ``num_tokens`` came. One that was aborted meanwhile gives its
+        blocks back."""
+        ...
 
 
 class EngineWorker(abc.ABC):
@@ -34,9 +60,11 @@ class EngineWorker(abc.ABC):
         self,
         info: WorkerInfo,
         config: WorkerConfig,
+        transfer: TransferConfig,
         pool: BlockPool,
-        scheduler: Scheduler,
+        scheduler: PullingScheduler,
         executor: Executor,
+        exchange: Exchange,
         metrics: WorkerMetrics | None,
         failpoints: Failpoints | None,
         *,
@@ -46,8 +74,11 @@ class EngineWorker(abc.ABC):
     ) -> None:
         self.info = info
         self.metrics = metrics or WorkerMetrics(info.role)
+        self.metrics.export_transfers(exchange.sender.counters, exchange.receiver.counters)
         self._pool = pool
+        self._scheduling = scheduler
         self._executor = executor
+        self._exchange = exchange
         self._failpoints = failpoints or Failpoints()
         before_step = partial(self._failpoints.reach, step_failpoint) if self._failpoints else None
         self._engine = EngineLoop(
@@ -56,17 +87,22 @@ class EngineWorker(abc.ABC):
             self._planned,
             self._deliver,
             on_layer,
+            scheduled=self._scheduled,
             before_step=before_step,
             step_timeout_s=step_timeout_s,
         )
         self._life = Life(info.worker_id, self._engine.hangs, config.drain_timeout_s)
         self._reporter = Reporter(config, self.load, pool.prefix_cache)
+        self._pushes = PrefixPushes(info, pool, exchange.sender, self.metrics, self._failpoints, self._changed)
+        self._pulls = PrefixPulls(
+            info, exchange, transfer.pull_patience_s, self._life.tasks, self.metrics, self._pull_ended
+        )
 
     # ── what a role adds ──────────────────────────────────────────────────────────────────────────
 
     @property
     @abc.abstractmethod
-    def num_open(self) -> int:
+    def num_requests(self) -> int:
         """Requests that are here."""
 
     @abc.abstractmethod
@@ -78,8 +114,12 @@ class EngineWorker(abc.ABC):
         """A step is about to run."""
 
     @abc.abstractmethod
-    def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
+    def _deliver(self, outputs: Items[SequenceOutput]) -> None:
         """A step has run."""
+
+    @abc.abstractmethod
+    def _pulled(self, sequence: Sequence) -> None:
+        """The pull for a sequence has ended, and with it the sequence if it has an error."""
 
     @abc.abstractmethod
     async def close(self) -> None:
@@ -107,6 +147,11 @@ class EngineWorker(abc.ABC):
         self._reporter.report()
         self._life.note_open(self.num_open)
 
+    async def send_prefix(self, request: PrefixRequest) -> PrefixReply:
+        """See `PrefixPushes.send`; another worker asks."""
+        self._life.check_ready()
+        return await self._pushes.send(request)
+
     async def drained(self) -> None:
         await self._life.drained()
 
@@ -115,5 +160,28 @@ class EngineWorker(abc.ABC):
         await self._life.failed()
 
     @property
+    def num_open(self) -> int:
+        """What has to end before a draining worker may leave: requests, and pushes for others."""
+        return self.num_requests + self._pushes.num_open
+
+    @property
     def state(self) -> WorkerState:
         return self._life.state
+
+    # ── prefixes from elsewhere ───────────────────────────────────────────────────────────────────
+
+    def _scheduled(self) -> None:
+        """The scheduler has looked at what there is, and perhaps found something to pull."""
+        for sequence in self._scheduling.take_pulls():
+            self._pulls.begin(sequence)
+
+    def _pull_ended(self, sequence: Sequence, num_tokens: int) -> None:
+        self._scheduling.pulled(sequence, num_tokens, asyncio.get_running_loop().time())
+        self._pulled(sequence)
+        self._changed()
+
+    def _changed(self) -> None:
+        """Blocks, sequences or requests are not what they were."""
+        self._life.note_open(self.num_open)
+        self._engine.wake()
+        self._reporter.changed()

@@ -125,6 +125,11 @@ class KVCache:
         return ids
 
 
+def host_cache(layout: KVLayout, num_blocks: int) -> KVCache:
+    """A pool in host memory, for those who know no devices."""
+    return KVCache(layout, num_blocks, torch.device("cpu"))
+
+
 def pool_blocks(pool_bytes: int | None, layout: KVLayout, device: torch.device) -> int:
     """How many blocks fit into ``pool_bytes``; None takes a share of the memory that is free now.
 

@@ -34,7 +34,8 @@ class EngineLoop:
     """Drives one scheduler and one executor.
 
     ``planned`` sees each plan before it runs, ``deliver`` the outputs of each step; ``on_layer`` is
-    passed to the executor. ``before_step`` may hold a step up, or fail it. A step that takes longer than
+    passed to the executor. ``scheduled`` is called whenever the scheduler has looked, also when there is nothing
+    to run. ``before_step`` may hold a step up, or fail it. A step that takes longer than
     ``step_timeout_s`` is taken for hung; nothing can be done about it here but say so.
     """
 
@@ -46,6 +47,7 @@ class EngineLoop:
         deliver: Callable[[Sequence[SequenceOutput]], None],
         on_layer: LayerHook | None = None,
         *,
+        scheduled: Callable[[], None] | None = None,
         before_step: Callable[[], Awaitable[object]] | None = None,
         step_timeout_s: float = float("inf"),
     ) -> None:
@@ -54,6 +56,7 @@ class EngineLoop:
         self._planned = planned
         self._deliver = deliver
         self._on_layer = on_layer
+        self._scheduled = scheduled
         self._before_step = before_step
         self._step_timeout_s = step_timeout_s
         self._work = asyncio.Event()
@@ -77,6 +80,8 @@ class EngineLoop:
         while True:
             self._work.clear()
             plan = self._scheduler.schedule(loop.time())
+            if self._scheduled is not None:
+                self._scheduled()
             if plan is None:
                 await self._work.wait()
                 continue

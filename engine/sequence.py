@@ -6,7 +6,7 @@ A sequence that has n tokens of which n-1 are computed decodes; one with more to
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import BatonError, from_wire
 from common.hashing import root_hash
@@ -28,6 +28,7 @@ class Sequence:
         "key",
         "num_computed",
         "num_context",
+        "num_pulling",
         "preemptions",
         "prompt_logprobs",
         "request",
@@ -46,6 +47,8 @@ class Sequence:
         """What the model thought of the prompt's tokens so far, from the second one on."""
         self.sampling_state = SamplingState.of(request.sampling, request.prompt, request.generated)
         self.num_computed = 0
+        self.num_pulling = 0
+        """Tokens after the computed ones whose KV is being pulled: until that has ended its blocks must not move."""
         self.block_ids: list[int] = []
         self.root = root_hash(model, request.cache_salt)
         self.arrival = arrival
@@ -86,6 +89,22 @@ class Sequence:
             self.prompt_logprobs.extend(result.target_logprobs)
         return self.error
 
+    def pullable(self, block_size: int) -> int:
+        """Tokens after the cached ones that its prefix source is believed to hold, in full blocks. The last token is
+        always computed."""
+        source = self.request.prefix_source
+        if source is None or self.is_scoring:
+            return 0
+        end = min(source.num_tokens, self.num_context - 1) // block_size * block_size
+        return max(0, end - self.num_computed)
+
+    def pulled(self, num_tokens: int) -> None:
+        """The pull has ended and brought the KV of ``num_tokens`` tokens."""
+        self.num_pulling = 0
+        self.num_computed += num_tokens
+        context = self.context
+        self.context = replace(context, moved=num_tokens, computed=context.computed - num_tokens)
+
     def append(self, token: int) -> None:
         """The next token of the answer."""
         self.tokens.append(token)
@@ -106,7 +125,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 means decoding."""
-        return len(self.tokens) - self.num_computed
+        return len(self.tokens) - self.num_computed - self.num_pulling
 
     @property
     def is_decoding(self) -> bool:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RunBlocking(Protocol):
-    async def __call__(self, function: Callable[..., T], *args: Any) -> T: ...
+    def __call__(self, function: Callable[..., T], *args: Any) -> Awaitable[T]: ...
 
 
 class CopyThread:
@@ -30,9 +30,18 @@ class CopyThread:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-async def run_inline(function: Callable[..., T], *args: Any) -> T:
-    """Runs ``function`` on the loop itself."""
-    return function(*args)
+def run_inline(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+    """Runs ``function`` at once, on the loop itself.
+
+    For pools in host memory: a piece is at most a few MiB, whose copy takes less time than a thread needs to
+    begin and to say that it is done.
+    """
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    try:
+        future.set_result(function(*args))
+    except BaseException as error:  # whoever waits for the outcome gets it
+        future.set_exception(error)
+    return future
 
 
 async def uninterrupted(awaitable: Awaitable[T]) -> T:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, WorkerLostError, from_wire
 from common.lifecycle import Tasks
-from common.messages import Ticket
+from common.messages import Ticket, TransferCounters
 from kv_transfer.blocking import RunBlocking
 from kv_transfer.channel import FrameChannel, Staged
 from kv_transfer.frames import (
@@ -37,7 +37,6 @@ from kv_transfer.frames import (
 from kv_transfer.plan import ShardPlan
 from kv_transfer.pool import BlockPool
 from kv_transfer.push import Push
-from kv_transfer.session import TransferCounters
 
 FRAME_BYTES = 1 << 20
 """Payload of one piece frame: large enough to cost little, small enough to be verified in the cache."""
@@ -74,6 +73,8 @@ class Link:
         self._turns: dict[int, Push] = {}
         self._control: deque[Frame] = deque()
         self._in_flight: dict[int, tuple[Staged, Push]] = {}
+        self._opened_behind: dict[int, int] = {}
+        """Stream → the last piece that left before its `Open`, until that is answered."""
         self._wake = asyncio.Event()
         self._heard_at = asyncio.get_running_loop().time()
         self._tasks = Tasks(on_failure=lambda error: self.drop(HandoffError(f"transfer to a peer failed: {error!r}")))
@@ -110,6 +111,7 @@ class Link:
 
     def detach(self, push: Push, abort_reason: str | None) -> None:
         self._turns.pop(push.stream, None)
+        self._opened_behind.pop(push.stream, None)
         if self._pushes.pop(push.stream, None) is None:
             return
         if push.error is None:
@@ -155,7 +157,10 @@ class Link:
             while self.lost is None:
                 self._wake.clear()
                 if self._control:
-                    await self._channel.send(self._control.popleft())
+                    frame = self._control.popleft()
+                    if isinstance(frame, Open):
+                        self._opened_behind[frame.stream] = self._last_sequence
+                    await self._channel.send(frame)
                 elif not await self._take_turn():
                     await self._wake.wait()
         except BatonError as error:
@@ -204,6 +209,12 @@ class Link:
             )
             push.fail(error, error.message)
 
+    def _release_through(self, sequence: int) -> None:
+        """What is sent arrives in order: the pieces up to this one have arrived, or never will."""
+        self._wake.set()  # whatever was released already, there may be room now
+        while self._in_flight and (oldest := next(iter(self._in_flight))) <= sequence:
+            self._release(oldest)
+
     def _release(self, sequence: int) -> None:
         """The room of this piece is free again."""
         staged, push = self._in_flight.pop(sequence)
@@ -220,15 +231,15 @@ class Link:
             self.drop(error)
 
     def _handle(self, frame: Frame) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        if not isinstance(frame, Error):  # those of withdrawn tickets come although the channel hangs
+            self._heard_at = asyncio.get_running_loop().time()
         match frame:
             case PieceAck(sequence):
                 if sequence > self._last_sequence:
                     raise HandoffError(f"the receiver acknowledged piece {sequence}, which was never sent")
-                # Pieces arrive in order: those before this one have arrived too, or never will.
-                while self._in_flight and (oldest := next(iter(self._in_flight))) <= sequence:
-                    self._release(oldest)
+                self._release_through(sequence)
             case OpenAck(stream, verify, wire):
+                self._release_through(self._opened_behind.pop(stream, 0))
                 if stream in self._pushes:
                     self._open(self._pushes[stream], verify, wire)
             case Missing(stream, runs):

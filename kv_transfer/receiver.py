@@ -20,13 +20,12 @@ from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, TicketError, WorkerLostError
 from common.failpoints import Failpoints
 from common.lifecycle import Tasks
-from common.messages import HandoffReceipt, Ticket, TransportOffer
+from common.messages import HandoffReceipt, Ticket, TransferCounters, TransportOffer
 from kv_transfer.arrival import CORRUPT, Arrival, ArrivalListener, Opening, check_ticket
 from kv_transfer.blocking import CopyThread, RunBlocking
 from kv_transfer.channel import ByteChannel, FrameChannel
 from kv_transfer.frames import Abort, Commit, Error, Frame, Missing, Open, OpenAck, Piece, PieceAck, Receipt
 from kv_transfer.pool import BlockPool
-from kv_transfer.session import TransferCounters
 from kv_transfer.transport import CarriedTransport, Transport
 from kv_transfer.transports.carried import read_hello
 
@@ -186,7 +185,7 @@ class _ServedChannel:
                 await self._handle(frame)
         except WorkerLostError as lost:
             error = lost
-        except HandoffError as broken:
+        except BatonError as broken:
             error = broken
             log.warning("a transfer channel is closed: %s", broken)
             await self._say_if_possible(Error(0, broken.code, broken.message))

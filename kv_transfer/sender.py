@@ -21,7 +21,7 @@ from common.config import TransferConfig
 from common.errors import BatonError, ConfigError, HandoffError, WorkerLostError
 from common.failpoints import Failpoints
 from common.lifecycle import Tasks
-from common.messages import KVLayout, Ticket, TransportOffer
+from common.messages import KVLayout, Ticket, TransferCounters, TransportOffer
 from kv_transfer.blocking import CopyThread, RunBlocking
 from kv_transfer.faults import FaultyFrames
 from kv_transfer.frames import MAX_PAYLOAD_BYTES
@@ -29,7 +29,6 @@ from kv_transfer.link import Link
 from kv_transfer.plan import ShardPlan, shard_plan
 from kv_transfer.pool import BlockPool
 from kv_transfer.push import Push
-from kv_transfer.session import TransferCounters
 from kv_transfer.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -30,27 +30,3 @@ Two promises carry the rest of the house. After `Push.abort` or `Push.commit` no
 sender's blocks, and after `Receiver.forget` nothing writes the receiver's: each waits for the copy that
 is under way. Knows neither channels nor how many handoffs share one (`sender.py`, `receiver.py`).
 """
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-
-@dataclass(slots=True)
-class TransferCounters:
-    """What one end has done since it started. A piece is one of the receiver's blocks in one layer.
-
-    ``duplicates`` came again and were not written again; ``stale`` pieces came for a ticket or an
-    opening that was over; ``corrupt`` ones did not verify; ``resent`` were asked for and sent again;
-    ``fallbacks``: a preferred transport did not work and the next one was tried.
-    """
-
-    num_bytes: int = 0
-    pieces: int = 0
-    handoffs: int = 0
-    failures: int = 0
-    duplicates: int = 0
-    stale: int = 0
-    corrupt: int = 0
-    resent: int = 0
-    fallbacks: int = 0

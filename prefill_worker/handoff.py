@@ -25,8 +25,8 @@ from common.messages import (
     PrefillEvent,
     Ticket,
 )
+from engine.ports import KVPush, KVSender
 from engine.sequence import Sequence, SequenceOutput
-from prefill_worker.ports import KVPush, KVSender
 
 
 class Handoff:

@@ -12,12 +12,15 @@ from common.failpoints import Failpoints
 from common.lifecycle import end_within, first_of
 from common.messages import Role, WorkerState
 from engine.assembly import describe, load_runner, make_pool
+from engine.ports import Exchange
 from kv_transfer.host import host_id
+from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.available import make_transports
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.worker import PrefillWorker
 from rpc import kv_channel
+from rpc.peers import GrpcPeers
 from rpc.servers import WorkerServer
 
 
@@ -37,22 +40,26 @@ async def run_prefill_worker(
     connect = partial(kv_channel.connect, secret=config.cluster.secret)
     transports = make_transports(config.transfer, host_id(), address, connect)
     sender = Sender(runner.cache, config.transfer, transports, failpoints=failpoints)
+    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, failpoints=failpoints)
+    await receiver.start()
+    exchange = Exchange(sender, receiver, GrpcPeers(secret=config.cluster.secret))
     pool = make_pool(config, runner)
     scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
     info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())
     worker = PrefillWorker(
         info,
         config.worker,
+        config.transfer,
         pool,
         scheduler,
         runner,
-        sender,
+        exchange,
         step_timeout_s=config.engine.step_timeout_s,
         failpoints=failpoints,
     )
     worker.start()
     try:
-        await server.start(worker, prefill=worker)
+        await server.start(worker, prefill=worker, kv=receiver)
         ready(address)
         health = server.follow(lambda: worker.state is WorkerState.READY, config.worker.heartbeat_s)
         await first_of(stop.wait(), worker.drained(), worker.failed(), health)

@@ -1,6 +1,8 @@
 """What a prefill worker computes next: chunks of prompts, first come first served, under a token budget.
 
     add ──▶ waiting ──blocks──▶ running (chunk by chunk) ──first token──▶ held for the handoff ──release──▶ gone
+                         │        ▲
+                         └ pulling ┘  (its beginning comes from another worker)
 
 Pure: it knows sequences, blocks and numbers; nothing of handoffs but that blocks stay held until
 somebody says `release`.
@@ -24,10 +26,12 @@ class PrefillScheduler:
         self._chunk_tokens = chunk_tokens
         self._max_sequences = max_sequences
         self._waiting: dict[str, Sequence] = {}
+        self._pulling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         self._next_step_id = 0
         self._admitted: list[Sequence] = []
+        self._pulls: list[Sequence] = []
 
     @property
     def num_waiting(self) -> int:
@@ -35,14 +39,12 @@ class PrefillScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running) + len(self._held)
+        return len(self._pulling) + len(self._running) + len(self._held)
 
     @property
     def waiting_tokens(self) -> int:
         """Context tokens still to compute."""
-        return sum(s.num_remaining for s in self._waiting.values()) + sum(
-            s.num_remaining for s in self._running.values()
-        )
+        return sum(s.num_remaining for part in (self._waiting, self._pulling, self._running) for s in part.values())
 
     def add(self, sequence: Sequence) -> None:
         """Puts a sequence in the queue: smaller priority first, then the order of arrival."""
@@ -51,9 +53,14 @@ class PrefillScheduler:
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.priority))
 
     def take_admitted(self) -> list[Sequence]:
-        """Sequences that got their blocks since the last call."""
+        """Sequences that since the last call got their blocks, and the pulled KV in them."""
         admitted, self._admitted = self._admitted, []
         return admitted
+
+    def take_pulls(self) -> list[Sequence]:
+        """Sequences that got their blocks since the last call, and wait for `pulled`."""
+        pulls, self._pulls = self._pulls, []
+        return pulls
 
     def schedule(self, now: float) -> StepPlan | None:
         self._admit(now)
@@ -96,13 +103,25 @@ class PrefillScheduler:
         return outputs
 
     def abort(self, sequence: Sequence, error: BatonError) -> bool:
-        """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running
-        step, and ends with it (an output with ``error``)."""
-        if sequence.in_flight:
+        """Ends a sequence at whatever stage. True: its blocks are back. False: it is in the running step and
+        ends with it (an output with ``error``), or being pulled for and ends with that."""
+        if sequence.in_flight or sequence.num_pulling:
             sequence.error = error
             return False
         self._drop(sequence)
         return True
+
+    def pulled(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """The pull for a sequence has ended: ``num_tokens`` came, and nothing writes its blocks any more."""
+        del self._pulling[sequence.key]
+        sequence.pulled(num_tokens)
+        if sequence.error is not None:
+            self._drop(sequence)
+            return
+        self._pool.publish(sequence.key, sequence.tokens, sequence.root, sequence.num_computed)
+        self._pool.set_state(sequence.key, BlockState.RUNNING)
+        self._running[sequence.key] = sequence
+        self._admitted.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """The handoff of a held sequence is over: its blocks become cache. Unknown ones are ignored."""
@@ -110,7 +129,7 @@ class PrefillScheduler:
 
     def _admit(self, now: float) -> None:
         """Gives blocks to the head of the queue; nobody overtakes it."""
-        while self._waiting and len(self._running) < self._max_sequences:
+        while self._waiting and len(self._pulling) + len(self._running) < self._max_sequences:
             sequence = next(iter(self._waiting.values()))
             # The last token is always computed: its logits are the first token.
             most = 0 if sequence.is_scoring else sequence.num_context - 1
@@ -120,14 +139,20 @@ class PrefillScheduler:
             if holding is None:
                 return
             del self._waiting[sequence.key]
-            self._running[sequence.key] = sequence
             sequence.block_ids = holding.block_ids
             sequence.num_computed = len(shared) * self._pool.block_size
             sequence.context = ContextTokens(
                 cached=sequence.num_computed, computed=sequence.num_context - sequence.num_computed
             )
             sequence.started_at = now
-            self._admitted.append(sequence)
+            sequence.num_pulling = sequence.pullable(self._pool.block_size)
+            if sequence.num_pulling:
+                self._pool.set_state(sequence.key, BlockState.RESERVED)
+                self._pulling[sequence.key] = sequence
+                self._pulls.append(sequence)
+            else:
+                self._running[sequence.key] = sequence
+                self._admitted.append(sequence)
 
     def _chunk(self, start: int, remaining: int, budget: int, first: bool) -> int:
         """Tokens of the next chunk. All but the last chunk of a prompt end on a block boundary, since

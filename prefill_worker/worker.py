@@ -1,4 +1,5 @@
-"""The prefill role: computes the KV of prompts, hands it to decode workers, says the first token.
+"""The prefill role: computes the KV of prompts (or pulls its beginning), hands it to decode workers, says the
+first token.
 
 It knows tickets and routers' calls (`rpc/servers.py` or the simulation make them); which prompt is
 computed next is the scheduler's business, how KV travels the sender's.
@@ -10,8 +11,9 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
+from dataclasses import replace
 
-from common.config import WorkerConfig
+from common.config import TransferConfig, WorkerConfig
 from common.errors import (
     BatonError,
     DeadlineError,
@@ -32,9 +34,9 @@ from common.metrics import WorkerMetrics
 from engine.blocks import BlockPool
 from engine.engine_worker import EngineWorker
 from engine.plan import Executor, StepPlan
+from engine.ports import Exchange
 from engine.sequence import Sequence, SequenceOutput
 from prefill_worker.handoff import Handoff
-from prefill_worker.ports import KVSender
 from prefill_worker.scheduler import PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -47,10 +49,11 @@ class PrefillWorker(EngineWorker):
         self,
         info: WorkerInfo,
         config: WorkerConfig,
+        transfer: TransferConfig,
         pool: BlockPool,
         scheduler: PrefillScheduler,
         executor: Executor,
-        sender: KVSender,
+        exchange: Exchange,
         metrics: WorkerMetrics | None = None,
         *,
         step_timeout_s: float = float("inf"),
@@ -59,9 +62,11 @@ class PrefillWorker(EngineWorker):
         super().__init__(
             info,
             config,
+            transfer,
             pool,
             scheduler,
             executor,
+            exchange,
             metrics,
             failpoints,
             step_failpoint="prefill_step",
@@ -69,19 +74,20 @@ class PrefillWorker(EngineWorker):
             on_layer=self._layer_complete,
         )
         self._scheduler = scheduler
-        self._sender = sender
         self._handoffs: dict[str, Handoff] = {}
         self._steps = 0
         self._computed_tokens = 0
         self._sent_bytes = 0
 
     @property
-    def num_open(self) -> int:
+    def num_requests(self) -> int:
         return len(self._handoffs)
 
     async def close(self) -> None:
         await self._life.end()
-        await self._sender.close()
+        await self._exchange.peers.close()
+        await self._exchange.receiver.close()
+        await self._exchange.sender.close()
         await self._executor.close()
 
     # ── what routers ask ──────────────────────────────────────────────────────────────────────────
@@ -93,7 +99,8 @@ class PrefillWorker(EngineWorker):
         now = asyncio.get_running_loop().time()
         sequence = Sequence(request, self.info.model.fingerprint, now)
         layout = self.info.layout
-        handoff = Handoff(sequence, ticket, self._sender, layout.num_layers, layout.block_size, self._failpoints)
+        sender = self._exchange.sender
+        handoff = Handoff(sequence, ticket, sender, layout.num_layers, layout.block_size, self._failpoints)
         self._handoffs[sequence.key] = handoff
         job = self._life.tasks.spawn(self._run(handoff), f"handoff {sequence.key}")
         try:
@@ -145,8 +152,9 @@ class PrefillWorker(EngineWorker):
             log.exception("handoff broke down", extra=sequence.log_fields)
             error = BatonError(f"internal error ({type(raised).__name__})")
         finally:
-            # The push is over (`Handoff.run` sees to that), so only the engine may still use the blocks.
-            self._scheduler.abort(sequence, error or RequestCancelledError("released"))
+            # The push is over (`Handoff.run` sees to that), so only the engine or a pull may still use the blocks.
+            if not self._scheduler.abort(sequence, error or RequestCancelledError("released")):
+                self._pulls.cancel(sequence.key)
             del self._handoffs[sequence.key]
             handoff.events.put_nowait(error)
             if error is not None and not isinstance(error, RequestCancelledError):
@@ -156,12 +164,15 @@ class PrefillWorker(EngineWorker):
 
     # ── what the engine tells ─────────────────────────────────────────────────────────────────────
 
-    def _planned(self, plan: StepPlan) -> None:
+    def _scheduled(self) -> None:
+        super()._scheduled()
         for sequence in self._scheduler.take_admitted():
             self.metrics.cached_tokens.inc(sequence.context.cached)
             handoff = self._handoffs.get(sequence.key)
             if handoff is not None:
                 handoff.admitted()
+
+    def _planned(self, plan: StepPlan) -> None:
         self._steps += 1
         self._computed_tokens += plan.num_tokens
         self.metrics.steps.inc()
@@ -185,10 +196,8 @@ class PrefillWorker(EngineWorker):
             handoff.computed(output)
         self._reporter.changed()
 
-    def _changed(self) -> None:
-        self._life.note_open(self.num_open)
-        self._engine.wake()
-        self._reporter.changed()
+    def _pulled(self, sequence: Sequence) -> None:
+        """Its handoff hears of it when it is admitted, or has ended by itself."""
 
     def load(self) -> WorkerLoad:
         scheduler = self._scheduler
@@ -202,5 +211,8 @@ class PrefillWorker(EngineWorker):
             cached_blocks=self._pool.num_cached,
             prefill_steps=self._steps,
             computed_context_tokens=self._computed_tokens,
-            kv_bytes_sent=self._sent_bytes,
+            kv_bytes_sent=self._sent_bytes + self._pushes.sent_bytes,
+            kv_bytes_received=self._pulls.received_bytes,
+            sending=replace(self._exchange.sender.counters),
+            receiving=replace(self._exchange.receiver.counters),
         )

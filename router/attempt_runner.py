@@ -1,7 +1,7 @@
 """Runs one attempt on one pair of workers, and leaves both free of it, however it ends.
 
-    split:      D.reserve ─▶ P.prefill(ticket) ─▶ first token from P ─▶ tokens from D's stream ─▶ finish
-    colocated:  D.submit  ─▶ tokens from D's stream ─▶ finish
+    pair:   D.reserve ─▶ P.prefill(ticket) ─▶ first token from P ─▶ tokens from D's stream ─▶ finish
+    alone:  D.submit  ─▶ tokens from D's stream ─▶ finish          (colocated; adaptive, a short prompt)
 
 P and D can each fail at any moment; whichever does first ends the attempt, and the other is told. D is
 cancelled by a message, P by closing its stream.
@@ -28,7 +28,7 @@ from common.errors import (
     WorkerLostError,
 )
 from common.lifecycle import Tasks
-from common.messages import FirstToken, Ticket
+from common.messages import FirstToken, Role, Ticket
 from router.attempt import Attempt
 from router.live_request import SETTLE_TIMEOUT_S, LiveRequest
 from router.placement import Decision
@@ -50,7 +50,7 @@ CLOSE_TIMEOUT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Where an attempt runs; ``prefill`` is None in colocated mode."""
+    """Where an attempt runs; ``prefill`` is None when the decode worker does it alone."""
 
     prefill: Worker | None
     decode: Worker
@@ -73,7 +73,8 @@ class AttemptRunner:
         for worker, choice in ((pair.prefill, pair.decision.prefill), (pair.decode, pair.decision.decode)):
             if worker is not None and choice is not None:
                 missing = max(0, context - choice.hit_tokens)
-                tokens = context if worker is pair.decode else max(1, missing)
+                pulled = choice.pull.num_tokens if choice.pull is not None else 0
+                tokens = context if worker is pair.decode else max(1, missing - pulled)
                 worker.begin(attempt, tokens, -(-missing // worker.block_size))
         return attempt
 
@@ -95,7 +96,7 @@ class AttemptRunner:
                 await asyncio.wait([leg], timeout=SETTLE_TIMEOUT_S)
             if live.answer.lacks_prompt:
                 raise HandoffError("the prompt's logprobs were lost with the prefill worker")
-            live.settle(finish, colocated=pair.prefill is None)
+            live.settle(finish, alone=pair.prefill is None, colocated=pair.decode.role is Role.BOTH)
             if leg is not None:
                 await asyncio.wait([leg], timeout=SETTLE_TIMEOUT_S)
         except NoCapacityError as error:

@@ -78,7 +78,9 @@ class LiveRequest:
     @property
     def demand(self) -> Demand:
         num_prompt = len(self.request.prompt)
-        return Demand(num_prompt + len(self.answer.tokens), num_prompt + self.request.sampling.max_tokens)
+        num_accepted = len(self.answer.tokens)
+        scored = self.request.sampling.score_prompt and not num_accepted
+        return Demand(num_prompt + num_accepted, num_prompt + self.request.sampling.max_tokens, scored)
 
     @property
     def places(self) -> list[str]:
@@ -98,6 +100,7 @@ class LiveRequest:
             attempt=self._next_attempt,
             generated=tuple(self.answer.tokens),
             timeout_s=max(0.0, self._deadline - now),
+            prefix_source=decision.prefix_source,
         )
         self._next_attempt += 1
         if decision.prefill is not None:
@@ -173,15 +176,17 @@ class LiveRequest:
         self.record.transport = event.transport
         self.record.kv_bytes = event.num_bytes
 
-    def settle(self, finish: Finish, *, colocated: bool) -> None:
-        """The decode worker's last word: the answer is complete, and this is what it took."""
+    def settle(self, finish: Finish, *, alone: bool, colocated: bool) -> None:
+        """The decode worker's last word: the answer is complete, and this is what it took. ``alone``: it computed
+        the prompt too; ``colocated``: as every worker does."""
         record = self.record
         record.decode_context = finish.context
         if finish.prefill_context.total:
             record.prefill_context = finish.prefill_context
         record.preemptions += finish.preemptions
-        if colocated:  # one worker was both sides
+        if alone:  # one worker was both sides
             record.prefill_context = finish.context
+        if colocated:
             self._pulse.handed_off_at = self._pulse.decoded_at = asyncio.get_running_loop().time()
         record.attempts[-1].outcome = finish.reason.value
         self.finish(finish.reason)
@@ -242,4 +247,5 @@ class LiveRequest:
         metrics.requests.labels(record.finish_reason or "").inc()
         metrics.prompt_tokens.inc(record.prompt_tokens)
         metrics.cached_tokens.inc(record.usage.cached_tokens)
+        metrics.pulled_tokens.inc(record.pulled_tokens)
         metrics.duplicate_tokens.inc(record.duplicates)

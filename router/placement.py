@@ -4,18 +4,23 @@ Pure: it reads loads and prefix hits, and has no clock, no state and no side eff
 estimated work. For a prefill worker that is the prompt tokens that wait there plus those of this
 request that it would have to compute; so a prefix hit counts for as much as it saves and no more, and a
 hot prefix cannot pull everything to one worker: once the others' queues are shorter by the length of
-the prefix, they win. For a decode worker it is the time of its next step plus the tokens to move there.
+the prefix, they win. A prefix that another worker holds may be pulled from there instead of computed, where
+that is estimated to take less. For a decode worker it is the time of its next step plus the tokens to move
+there. In adaptive mode a request goes to the decode worker alone when what that lacks is little: it computes
+that itself.
 
 Ties go to the worker that comes first.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import ContextLengthError, NoCapacityError
+from common.messages import PrefixSource
 
 SEQUENCE_TOKENS = 900
 """One more sequence in a decode step takes as long as this many more KV tokens (a fit of Splitwise's
@@ -50,10 +55,36 @@ class Outlook(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request needs: KV of ``context_tokens`` now, room for ``final_tokens`` at its end."""
+    """What a request needs: KV of ``context_tokens`` now, room for ``final_tokens`` at its end. ``all_computed``:
+    on the worker that computes it, whatever is cached (its prompt is scored)."""
 
     context_tokens: int
     final_tokens: int
+    all_computed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PullCost:
+    """What pulling takes, in tokens that could be computed meanwhile: ``fixed_tokens``, and for each token
+    ``token_share``."""
+
+    token_share: float
+    fixed_tokens: int
+
+    def of(self, num_tokens: int) -> int:
+        return self.fixed_tokens + math.ceil(self.token_share * num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A prefix of ``prefix_tokens`` tokens is at another worker: those that the chosen one lacks, ``num_tokens``,
+    are to be pulled from there, which is estimated to take as long as computing ``cost_tokens``."""
+
+    address: str
+    worker_id: str
+    prefix_tokens: int
+    num_tokens: int
+    cost_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +98,23 @@ class Choice:
     hit_tokens: int
     scores: tuple[tuple[str, int], ...] = ()
     """(worker id, work) of the candidates, this one included, when they are few."""
+    pull: Pull | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``prefill`` is None when the decode worker computes the prompt itself (colocated)."""
+    """``prefill`` is None when the decode worker computes the prompt itself: colocated, or adaptive where it
+    lacks little of it. ``reason`` says why it is so."""
 
     prefill: Choice | None
     decode: Choice
+    reason: str = ""
+
+    @property
+    def prefix_source(self) -> PrefixSource | None:
+        """Where the worker that computes the prompt pulls its beginning from."""
+        pull = (self.prefill or self.decode).pull
+        return PrefixSource(pull.worker_id, pull.address, pull.prefix_tokens) if pull is not None else None
 
 
 def place_pair(
@@ -85,16 +125,18 @@ def place_pair(
     *,
     backlog_tokens: int,
     avoid: Collection[str] = (),
+    pulls: PullCost | None = None,
 ) -> Decision:
     """The pair with the least estimated work.
 
     ``hits``: worker address → tokens of the prompt that it holds. ``backlog_tokens``: a prefill worker
     with this much waiting, or without room for the prompt, gets no more, since backlog belongs into the
     router's queue, where it is in order and holds no decode worker's blocks. Workers in ``avoid`` are taken
-    only when there is no other.
+    only when there is no other. ``pulls``: prefixes may be pulled, at this cost, from any of the workers.
 
     Raises NoCapacityError when all are full for now, ContextLengthError when none is large enough.
     """
+    offer = _offer(demand, [*prefills, *decodes], hits, avoid, pulls)
     prefills = _large_enough(prefills, demand.context_tokens, "prefill")
     decodes = _large_enough(decodes, demand.final_tokens, "decode")
     free = [w for w in prefills if w.waiting_tokens < backlog_tokens and _has_room(w, demand, hits)]
@@ -110,22 +152,50 @@ def place_pair(
         return worker.waiting_tokens
 
     return Decision(
-        prefill=_least_work(ready, demand, hits, prefill_load),
+        prefill=_least_work(ready, demand, hits, prefill_load, computes=True, offer=offer),
         decode=_least_work(roomy, demand, hits, _decode_load),
+        reason="split",
     )
 
 
+def place_local(
+    demand: Demand,
+    decodes: Sequence[Outlook],
+    hits: Mapping[str, int],
+    *,
+    most_tokens: int,
+    avoid: Collection[str] = (),
+) -> Decision | None:
+    """The decode worker with the least estimated work, alone, if it lacks ``most_tokens`` of the context or fewer
+    (adaptive mode); None if it lacks more, so that a prefill worker should compute them. Raises as `place_pair`
+    does, for decode workers.
+    """
+    roomy = _preferred(_with_room(demand, _large_enough(decodes, demand.final_tokens, "decode"), hits), avoid)
+    choice = _least_work(roomy, demand, hits, _decode_load, computes=True)
+    missing = _missing(demand, choice.hit_tokens, computes=True)
+    if missing > most_tokens:
+        return None
+    return Decision(None, choice, f"local: {choice.worker_id} lacks {missing} tokens, up to {most_tokens} it computes")
+
+
 def place_single(
-    demand: Demand, workers: Sequence[Outlook], hits: Mapping[str, int], *, avoid: Collection[str] = ()
+    demand: Demand,
+    workers: Sequence[Outlook],
+    hits: Mapping[str, int],
+    *,
+    avoid: Collection[str] = (),
+    pulls: PullCost | None = None,
 ) -> Decision:
-    """The worker of role *both* with the least estimated work. Raises as `place_pair` does."""
+    """The worker of role *both* with the least estimated work. ``pulls`` and errors as for `place_pair`."""
+    offer = _offer(demand, workers, hits, avoid, pulls)
     roomy = _preferred(_with_room(demand, _large_enough(workers, demand.final_tokens, "decode"), hits), avoid)
 
     def load(worker: Outlook) -> int:
         # Each running sequence takes one token of every step from the prompts.
         return worker.waiting_tokens + worker.num_sequences
 
-    return Decision(prefill=None, decode=_least_work(roomy, demand, hits, load))
+    choice = _least_work(roomy, demand, hits, load, computes=True, offer=offer)
+    return Decision(prefill=None, decode=choice, reason="colocated")
 
 
 def _decode_load(worker: Outlook) -> int:
@@ -158,23 +228,83 @@ def _preferred(workers: list[Outlook], avoid: Collection[str]) -> list[Outlook]:
     return [worker for worker in workers if worker.address not in avoid] or workers
 
 
+def _missing(demand: Demand, hit_tokens: int, *, computes: bool) -> int:
+    """Tokens of the context that a worker has to get, or to compute."""
+    if computes and demand.all_computed:
+        return demand.context_tokens
+    # At least one token is computed (its logits are wanted), whatever the cache holds.
+    return max(1, demand.context_tokens - hit_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a worker that lacks it could pull: the first ``num_tokens`` of a context, from ``holder``."""
+
+    holder: Outlook
+    prefix_tokens: int
+    num_tokens: int
+    cost: PullCost
+
+    def saves(self, hit_tokens: int) -> int:
+        """For a worker that holds ``hit_tokens`` itself: tokens that it need not compute, less what the pull takes.
+        The holder itself saves nothing."""
+        num_tokens = self.num_tokens - hit_tokens
+        return max(0, num_tokens - self.cost.of(num_tokens)) if num_tokens > 0 else 0
+
+    def pull(self, hit_tokens: int) -> Pull | None:
+        if not self.saves(hit_tokens):
+            return None
+        num_tokens = self.num_tokens - hit_tokens
+        return Pull(
+            self.holder.address, self.holder.worker_id, self.prefix_tokens, num_tokens, self.cost.of(num_tokens)
+        )
+
+
+def _offer(
+    demand: Demand,
+    workers: Sequence[Outlook],
+    hits: Mapping[str, int],
+    avoid: Collection[str],
+    cost: PullCost | None,
+) -> _Offer | None:
+    """The worker that holds most of the prompt gives, of equal ones the least busy."""
+    if cost is None or demand.all_computed or not hits:
+        return None
+    holders = [worker for worker in workers if worker.address in hits and worker.address not in avoid]
+    if not holders:
+        return None
+    best = min(holders, key=lambda worker: (-hits[worker.address], worker.num_sequences))
+    prefix_tokens = hits[best.address]
+    # The last token is computed.
+    return _Offer(best, prefix_tokens, min(prefix_tokens, demand.context_tokens - 1), cost)
+
+
 def _least_work(
-    workers: Sequence[Outlook], demand: Demand, hits: Mapping[str, int], load_of: Callable[[Outlook], int]
+    workers: Sequence[Outlook],
+    demand: Demand,
+    hits: Mapping[str, int],
+    load_of: Callable[[Outlook], int],
+    *,
+    computes: bool = False,
+    offer: _Offer | None = None,
 ) -> Choice:
+    """``computes``: what is missing is computed by the worker itself, but for what it pulls of the ``offer``."""
     works = []
     for worker in workers:
-        # At least one token is computed (its logits are wanted), whatever the cache holds.
-        missing = max(1, demand.context_tokens - hits.get(worker.address, 0))
-        works.append(load_of(worker) + missing)
+        hit_tokens = hits.get(worker.address, 0)
+        saved = offer.saves(hit_tokens) if offer is not None else 0
+        works.append(load_of(worker) + _missing(demand, hit_tokens, computes=computes) - saved)
     work = min(works)
     best = workers[works.index(work)]
+    hit_tokens = hits.get(best.address, 0)
     return Choice(
         address=best.address,
         worker_id=best.worker_id,
         work=work,
         load_tokens=load_of(best),
-        hit_tokens=hits.get(best.address, 0),
+        hit_tokens=hit_tokens,
         scores=tuple((worker.worker_id, score) for worker, score in zip(workers, works, strict=True))
         if len(workers) <= MAX_RECORDED
         else (),
+        pull=offer.pull(hit_tokens) if offer is not None else None,
     )

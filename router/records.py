@@ -12,7 +12,7 @@ from typing import Any
 
 from common.messages import ContextTokens
 from router.answer import Usage
-from router.placement import Choice, Decision
+from router.placement import Choice, Decision, Pull
 
 
 @dataclass(slots=True)
@@ -61,6 +61,10 @@ class RequestRecord:
     @property
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self._of_prompt(self.prefill_context).cached, self.emitted)
+
+    @property
+    def pulled_tokens(self) -> int:
+        return self._of_prompt(self.prefill_context).moved
 
     def started_attempt(self, decision: Decision, reason: str, resumed_at: int) -> AttemptRecord:
         attempt = AttemptRecord(
@@ -183,7 +187,11 @@ def request_fields(record: RequestRecord) -> dict[str, Any]:
 def _decision(decision: Decision | None) -> dict[str, Any] | None:
     if decision is None:
         return None
-    return {"prefill": _choice(decision.prefill), "decode": _choice(decision.decode)}
+    return {
+        "prefill": _choice(decision.prefill),
+        "decode": _choice(decision.decode),
+        "reason": decision.reason,
+    }
 
 
 def _choice(choice: Choice | None) -> dict[str, Any] | None:
@@ -195,4 +203,12 @@ def _choice(choice: Choice | None) -> dict[str, Any] | None:
         "load_tokens": choice.load_tokens,
         "hit_tokens": choice.hit_tokens,
         "candidates": dict(choice.scores),
+        "pull": _pull(choice.pull),
     }
+
+
+def _pull(pull: Pull | None) -> dict[str, Any] | None:
+    """Expected when it was decided; `tokens.pulled` says what came."""
+    if pull is None:
+        return None
+    return {"from": pull.worker_id, "tokens": pull.num_tokens, "cost_tokens": pull.cost_tokens}

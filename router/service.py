@@ -5,7 +5,8 @@
       │         └─ no room ─┘                 └───────────── lost ────────────┤
       └───────────────── again, with the tokens accepted so far ◀─────────────┘
 
-(P, D: a prefill and a decode worker. In colocated mode D computes the prompt too.)
+(P, D: a prefill and a decode worker. In colocated mode D computes the prompt too, and in adaptive mode when
+it lacks little of it.)
 
 Retries live here and nowhere else. Want of capacity is not a failure: the request keeps its place in
 the queue and waits. A lost worker, one that leaves, or a broken handoff costs one of
@@ -42,7 +43,7 @@ from router.attempt import Attempt
 from router.attempt_runner import RETRY_S, AttemptRunner, Pair
 from router.ending import reason_to_end
 from router.live_request import LiveRequest, Pulse
-from router.placement import Decision, place_pair, place_single
+from router.placement import Decision, PullCost, place_local, place_pair, place_single
 from router.queue import AdmissionQueue
 from router.records import Records, attempt_fields, request_fields
 from router.registry import Registry
@@ -95,6 +96,7 @@ class RouterService:
         self._serving: dict[str, asyncio.Task[None]] = {}
         self._read: dict[str, LiveRequest] = {}
         """Requests whose answer somebody still reads."""
+        self._pulls = PullCost(config.pull_token_cost, config.pull_fixed_tokens) if config.pulls else None
         self._backlog_tokens = BACKLOG_CHUNKS * chunk_tokens
         self._rng = rng
         self._arrivals = 0
@@ -319,13 +321,20 @@ class RouterService:
             workers = self.registry.ready(role)
             return [worker for worker in workers if worker.address in among] or workers
 
-        if self.registry.mode == "colocated":
-            return place_single(live.demand, ready(Role.BOTH), hits, avoid=live.avoid)
+        mode, demand, avoid = self.registry.mode, live.demand, live.avoid
+        if mode == "colocated":
+            return place_single(demand, ready(Role.BOTH), hits, avoid=avoid, pulls=self._pulls)
+        if mode == "adaptive" and not live.record.id.startswith(PROBE):  # a probe has to see the whole way
+            most_tokens = self.config.local_prefill_tokens
+            local = place_local(demand, ready(Role.DECODE), hits, most_tokens=most_tokens, avoid=avoid)
+            if local is not None:
+                return local
         return place_pair(
-            live.demand,
+            demand,
             ready(Role.PREFILL),
             ready(Role.DECODE),
             hits,
             backlog_tokens=self._backlog_tokens,
-            avoid=live.avoid,
+            avoid=avoid,
+            pulls=self._pulls,
         )

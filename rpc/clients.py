@@ -1,4 +1,4 @@
-"""Workers as a router reaches them over gRPC; satisfies the Protocols of `router/clients.py`.
+"""Workers as a router, or another worker, reaches them over gRPC; satisfies the Protocols of `router/clients.py`.
 
 Each client has its own connection. Every call ends: one that asks and gets an answer has a deadline,
 a stream has one for being opened, and keepalive notices a peer that is gone. It knows nothing of
@@ -19,6 +19,8 @@ from common.messages import (
     PROTOCOL_VERSION,
     GenerationRequest,
     PrefillEvent,
+    PrefixReply,
+    PrefixRequest,
     Ticket,
     TokenBatch,
     WorkerEvent,
@@ -37,6 +39,9 @@ T = TypeVar("T")
 
 TIMEOUT_S = 5.0
 """Patience for an answer and for the opening of a stream."""
+
+LONGEST_PUSH_S = 86_400.0
+"""A push of a prefix is under way for as long as it makes progress."""
 
 
 class GrpcWorkerClient:
@@ -75,20 +80,38 @@ class GrpcWorkerClient:
     async def drain(self) -> None:
         await self._ask(self._worker.Drain, pb.DrainRequest())
 
+    async def send_prefix(self, request: PrefixRequest) -> PrefixReply:
+        """Asks for a push, and waits until it is over: how long that takes without progress being made is seen
+        where the blocks are. ``request.timeout_s``, or a day, bounds it here."""
+        timeout_s = LONGEST_PUSH_S if request.timeout_s is None else request.timeout_s
+        answer = await self._ask(
+            self._worker.SendPrefix, conversion.PREFIX_REQUEST.encode(request), timeout_s, patience_s=LONGEST_PUSH_S
+        )
+        return conversion.PREFIX_REPLY.decode(answer)
+
     async def close(self) -> None:
         """Cancels what is under way: it ends with WorkerLostError."""
         self._closed = True
         await self._channel.close(None)
 
-    async def _ask(self, method: grpc.aio.UnaryUnaryMultiCallable[Q, A], request: Q, limit_s: float | None = None) -> A:
-        """One answer. ``limit_s``: what is left of the time of the request that the question is about."""
+    async def _ask(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[Q, A],
+        request: Q,
+        limit_s: float | None = None,
+        *,
+        patience_s: float | None = None,
+    ) -> A:
+        """One answer. ``limit_s``: what is left of the time of the request that the question is about;
+        ``patience_s`` with a worker that takes longer to answer than others."""
         self._require_open()
-        timeout_s = self._timeout_s if limit_s is None else min(limit_s, self._timeout_s)
+        patience_s = self._timeout_s if patience_s is None else patience_s
+        timeout_s = patience_s if limit_s is None else min(limit_s, patience_s)
         try:
             return await method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             raised = from_rpc_error(error, self.address)
-            if isinstance(raised, DeadlineError) and made_by_grpc(error) and timeout_s == self._timeout_s:
+            if isinstance(raised, DeadlineError) and made_by_grpc(error) and timeout_s == patience_s:
                 # The request has time left; it is this worker that does not answer.
                 raised = self._silent(request, timeout_s)
             raise raised from error

@@ -92,7 +92,9 @@ class KVChannel:
             self._over.set_result(None)
             if self._writing is not None:
                 await asyncio.wait({self._writing}, timeout=CLOSE_S)
+            draining = asyncio.ensure_future(self._drain())
             await self._end()
+            draining.cancel()
             self._drop()
 
     def lose(self, error: BatonError) -> None:
@@ -123,6 +125,14 @@ class KVChannel:
 
     def _reason(self) -> BatonError:
         return self._error or _ClosedHereError(f"the KV channel with {self.peer} is closed")
+
+    async def _drain(self) -> None:
+        """gRPC tells a client that its call has ended only when it has read all that came before."""
+        with contextlib.suppress(BatonError):
+            if self._reading is not None:
+                await asyncio.wait({self._reading})
+            while await self._read():
+                pass
 
     def _drop(self) -> None:
         for operation in (self._reading, self._writing):

@@ -74,6 +74,11 @@ class WorkerServicer(pb_grpc.WorkerServicer):
         await self._service.drain()
         return pb.DrainResponse()
 
+    @reports_errors
+    async def SendPrefix(self, request: pb.PrefixRequest, context: Any) -> pb.PrefixReply:
+        wanted = conversion.PREFIX_REQUEST.decode(request)
+        return conversion.PREFIX_REPLY.encode(await self._service.send_prefix(wanted))
+
 
 class PrefillServicer(pb_grpc.PrefillServicer):
     def __init__(self, service: PrefillService) -> None:

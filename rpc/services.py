@@ -12,6 +12,8 @@ from typing import Protocol
 from common.messages import (
     GenerationRequest,
     PrefillEvent,
+    PrefixReply,
+    PrefixRequest,
     Ticket,
     TokenBatch,
     WorkerEvent,
@@ -33,6 +35,10 @@ class WorkerService(Protocol):
 
     async def drain(self) -> None:
         """Takes nothing new from now on; returns without waiting for what is under way."""
+        ...
+
+    async def send_prefix(self, request: PrefixRequest) -> PrefixReply:
+        """Pushes a cached prefix into another worker's blocks, or says how much of it there is."""
         ...
 
 

@@ -1,4 +1,5 @@
-"""Workers as a router sees them, without a network: calls take a latency, and end when the worker dies.
+"""Workers as a router, or another worker, sees them, without a network: calls take a latency, and end when
+the worker dies.
 
 The same workers, the same messages as over gRPC; see `router.clients` for what each call promises. As on
 a network, what was sent arrives although its sender has given up waiting, calls may overtake each other
@@ -10,13 +11,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from common.errors import WorkerLostError
 from common.messages import (
     GenerationRequest,
     PrefillEvent,
+    PrefixReply,
+    PrefixRequest,
     Ticket,
     TokenBatch,
     WorkerEvent,
@@ -158,6 +161,21 @@ class _SimWorkerClient:
 
     async def drain(self) -> None:
         await self._host.call(self._any.drain)
+
+    async def close(self) -> None:
+        return None
+
+
+class SimPeers:
+    """`engine.ports.Peers`. ``hosts`` by address, ``find`` gives the worker at one; both come and go."""
+
+    def __init__(self, hosts: Mapping[str, Host], find: Callable[[str], PrefillWorker | DecodeWorker]) -> None:
+        self._hosts = hosts
+        self._find = find
+
+    async def send_prefix(self, address: str, request: PrefixRequest) -> PrefixReply:
+        worker = self._find(address)
+        return await self._hosts[address].call(lambda: worker.send_prefix(request))
 
     async def close(self) -> None:
         return None

@@ -2,8 +2,8 @@
 
     SimCluster
       ├─ RouterService (the real one) ── SimPrefillClient, SimDecodeClient (no network, a latency)
-      ├─ PrefillWorker × N (the real ones) ── SimDevice (costs time), SimSender ─┐
-      └─ DecodeWorker × N (the real ones) ─── SimDevice, SimReceiver ◀── Link ───┘
+      ├─ PrefillWorker × N (the real ones) ── SimDevice (costs time), SimSender, SimReceiver ─┐
+      └─ DecodeWorker × N (the real ones) ─── SimDevice, SimReceiver, SimSender ◀── Links ────┘
 
 Only what touches hardware is modelled: the device, the links, the network's latency. All decisions are
 made by the code that runs in production.
@@ -17,7 +17,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.config import Config
+from common.config import Config, Mode
 from common.errors import BatonError
 from common.failpoints import Failpoints
 from common.hashing import HASH_UNIT_TOKENS
@@ -35,12 +35,13 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.blocks import BlockPool
 from engine.plan import LayerHook, StepOutput, StepPlan
+from engine.ports import Exchange
 from engine.prefix_cache import PrefixCache
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.worker import PrefillWorker
 from router.answer import NewTokens
 from router.service import RouterService
-from sim.clients import Host, SimDecodeClient, SimPrefillClient
+from sim.clients import Host, SimDecodeClient, SimPeers, SimPrefillClient
 from sim.device import CostModel, DeviceMemory, SimDevice
 from sim.links import Link, SimReceiver, SimSender
 from sim.trace import Arrival
@@ -54,7 +55,7 @@ class SimConfig:
 
     prefill: int = 1
     decode: int = 1
-    mode: str = "split"
+    mode: Mode = "split"
     num_blocks: int = 4096
     block_size: int = 16
     num_layers: int = 4
@@ -144,7 +145,7 @@ class SimCluster:
             self,
             router_id="router-0",
             rng=random.Random(config.seed),
-            mode="colocated" if config.mode == "colocated" else "split",
+            mode=config.mode,
             chunk_tokens=base.prefill.chunk_tokens,
             suspect_after_s=base.worker.suspect_after_s,
         )
@@ -254,18 +255,19 @@ class SimCluster:
 
     def _start_prefill(self, name: str) -> None:
         info, pool, memory, device = self._make(name, Role.PREFILL)
-        links = {other: self._link(name, other) for other in self.decode_workers}
+        for other in self.decode_workers:  # the links of handoffs; those of pulls are there when used
+            self._link(name, other)
         scheduler = PrefillScheduler(
             pool, info.model, self._base.prefill.chunk_tokens, self._base.prefill.max_sequences
         )
-        sender = SimSender(memory, self._receivers, links)
         worker = PrefillWorker(
             info,
             self._base.worker,
+            self._base.transfer,
             pool,
             scheduler,
             device,
-            sender,
+            self._exchange(name, memory),
             step_timeout_s=self._base.engine.step_timeout_s,
             failpoints=self._failpoints(name),
         )
@@ -276,8 +278,6 @@ class SimCluster:
     def _start_decode(self, name: str) -> None:
         role = Role.BOTH if self.config.mode == "colocated" else Role.DECODE
         info, pool, memory, device = self._make(name, role)
-        receiver = SimReceiver(name, memory)
-        self._receivers[name] = receiver
         scheduler = DecodeScheduler(pool, info.model, self._base.decode.max_sequences, self._base.decode.chunk_tokens)
         worker = DecodeWorker(
             info,
@@ -286,13 +286,19 @@ class SimCluster:
             pool,
             scheduler,
             device,
-            receiver,
+            self._exchange(name, memory),
             step_timeout_s=self._base.engine.step_timeout_s,
             failpoints=self._failpoints(name),
         )
         self.decode_workers[name] = worker
         worker.start()
         self._tasks.spawn(worker.failed(), f"failure of {name}")
+
+    def _exchange(self, name: str, memory: DeviceMemory) -> Exchange:
+        """Any worker can send to any other, and receive from it."""
+        receiver = self._receivers[name] = SimReceiver(name, memory)
+        sender = SimSender(memory, self._receivers, lambda other: self._link(name, other))
+        return Exchange(sender, receiver, SimPeers(self.hosts, lambda address: self.workers[address]))
 
     def _failpoints(self, name: str) -> Failpoints:
         def crash(_: int) -> None:
@@ -333,5 +339,5 @@ class SimCluster:
         return info, pool, memory, device
 
     def _link(self, source: str, target: str) -> Link:
-        """The link is there before and after the workers at its ends."""
+        """From one worker to another; it is there before and after the workers at its ends."""
         return self.links.setdefault((source, target), Link(self.config.link_bytes_per_s, self.config.latency_s))

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError, LayoutMismatchError, TicketError, WorkerLostError
-from common.messages import HandoffCommit, HandoffReceipt, Ticket, TransportOffer
-from decode_worker.ports import HandoffListener
-from prefill_worker.ports import KVPush
+from common.messages import HandoffCommit, HandoffReceipt, Ticket, TransferCounters, TransportOffer
+from engine.ports import HandoffListener, KVPush
 from sim.device import DeviceMemory
 
 
@@ -73,12 +72,13 @@ class _Expected:
 
 
 class SimReceiver:
-    """A `decode_worker.ports.KVReceiver`."""
+    """An `engine.ports.KVReceiver`."""
 
     def __init__(self, worker_id: str, memory: DeviceMemory) -> None:
         self.worker_id = worker_id
         self.memory = memory
         self.alive = True
+        self.counters = TransferCounters()
         self._expected: dict[str, _Expected] = {}
 
     @property
@@ -96,7 +96,7 @@ class SimReceiver:
         self._expected.clear()
 
     def lost(self) -> WorkerLostError:
-        return WorkerLostError(f"decode worker {self.worker_id} is gone")
+        return WorkerLostError(f"worker {self.worker_id} is gone")
 
     def arrive(
         self, ticket: Ticket, layer: int, first: int, count: int, source: DeviceMemory, blocks: Sequence[int]
@@ -192,19 +192,22 @@ class _SimPush:
 
 
 class SimSender:
-    """A `prefill_worker.ports.KVSender`. ``receivers`` by worker id, ``links`` by receiver's worker id."""
+    """An `engine.ports.KVSender`. ``receivers`` by worker id, ``link_to`` gives the link to one."""
 
-    def __init__(self, memory: DeviceMemory, receivers: dict[str, SimReceiver], links: dict[str, Link]) -> None:
+    def __init__(
+        self, memory: DeviceMemory, receivers: Mapping[str, SimReceiver], link_to: Callable[[str], Link]
+    ) -> None:
         self._memory = memory
         self._receivers = receivers
-        self._links = links
+        self._link_to = link_to
+        self.counters = TransferCounters()
 
     async def open(self, ticket: Ticket, block_ids: Sequence[int]) -> KVPush:
-        link = self._links[ticket.worker_id]
+        link = self._link_to(ticket.worker_id)
         await asyncio.sleep(2 * link.latency_s)
         target = self._receivers[ticket.worker_id]
         if not link.up or not target.alive:
-            raise WorkerLostError(f"decode worker {ticket.worker_id} cannot be reached")
+            raise WorkerLostError(f"worker {ticket.worker_id} cannot be reached")
         if target.memory.layout != self._memory.layout:
             raise LayoutMismatchError(f"sender has {self._memory.layout}, receiver has {target.memory.layout}")
         return _SimPush(ticket, block_ids, self._memory, link, target)

@@ -17,33 +17,35 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import logging
 import mmap
 import os
 import secrets
 import socket
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
-from common.lifecycle import Tasks
 from common.messages import TransportOffer
 from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import INLINE, Frame, Piece, decode, encode
 from kv_transfer.transport import Serve
+from kv_transfer.transports.acknowledging import Acknowledgements
+from kv_transfer.transports.connection import ClosedHereError, Connection
+from kv_transfer.transports.listening import SocketListener
 from kv_transfer.transports.staging import Ring
-
-log = logging.getLogger(__name__)
 
 HELLO = b"baton-kv-1"
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 32 << 10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
-_ACCEPT_PAUSE_S = 0.2
+
+WINDOW_BYTES = 8 << 20
+"""Staging is no larger: what is used again soon is still in the cache, for both ends."""
+
+ACKS_TOGETHER = 4
+FRAMES_IN_A_TURN = 8
 
 
 class SharedFrames:
@@ -51,10 +53,12 @@ class SharedFrames:
 
     def __init__(self, sock: socket.socket, memory: mmap.mmap, *, is_sender: bool) -> None:
         self.capacity_bytes = len(memory) if is_sender else 0
-        self._socket = sock
-        self._socket_users = 0
+        self._connection = Connection(sock, "a shared memory channel")
         self._memory: Bytes | None = np.frombuffer(memory, dtype=np.uint8)
         self._ring = Ring(self.capacity_bytes)
+        self._message = bytearray(MAX_MESSAGE_BYTES)
+        self._unsaid = Acknowledgements(ACKS_TOGETHER)
+        self._without_wait = 0
 
     def stage(self, num_bytes: int) -> Staged | None:
         memory = self._mapped()
@@ -65,16 +69,27 @@ class SharedFrames:
         self._ring.release(staged.offset)
 
     async def send(self, frame: Frame) -> None:
-        data = encode(frame)
-        if len(data) > MAX_MESSAGE_BYTES:
-            raise HandoffError(f"a shared memory channel takes frames of {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
-        with self._using_socket() as sock:
-            await asyncio.get_running_loop().sock_sendall(sock, data)
+        for due in self._unsaid.before(frame):
+            await self._send(due)
 
     async def receive(self) -> Frame | None:
-        with self._using_socket() as sock:
-            data = await asyncio.get_running_loop().sock_recv(sock, MAX_MESSAGE_BYTES)
-        return decode(data) if data else None
+        self._mapped()
+        view = memoryview(self._message)
+        try:
+            self._without_wait += 1
+            if self._without_wait >= FRAMES_IN_A_TURN:  # others on this loop have to have theirs
+                self._without_wait = 0
+                await asyncio.sleep(0)
+            count = self._connection.read_now(view)
+            while count is None:
+                self._without_wait = 0
+                for due in self._unsaid.take():
+                    await self._send(due)
+                await self._connection.readable()
+                count = self._connection.read_now(view)
+        except ClosedHereError:
+            return None
+        return decode(bytes(view[:count])) if count else None
 
     def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         memory = self._mapped()
@@ -88,36 +103,19 @@ class SharedFrames:
 
     async def close(self) -> None:
         """The mapping goes with its last user: a copy under way keeps it until it is done."""
-        if self._memory is None:
-            return
         self._memory = None
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._close_unused_socket()
+        await self._connection.close()
+
+    async def _send(self, frame: Frame) -> None:
+        data = encode(frame)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise HandoffError(f"a shared memory channel takes frames of {MAX_MESSAGE_BYTES} bytes, got {len(data)}")
+        await self._connection.write([data])
 
     def _mapped(self) -> Bytes:
         if self._memory is None:
             raise WorkerLostError("this shared memory channel is closed")
         return self._memory
-
-    @contextmanager
-    def _using_socket(self) -> Iterator[socket.socket]:
-        """The socket, whose descriptor stays open while the event loop watches it: closed earlier, its
-        number could belong to another connection by the time the loop looks again.
-        """
-        self._mapped()
-        self._socket_users += 1
-        try:
-            yield self._socket
-        except OSError as error:
-            raise WorkerLostError(f"the peer of a shared memory channel is gone: {error.strerror}") from error
-        finally:
-            self._socket_users -= 1
-            self._close_unused_socket()
-
-    def _close_unused_socket(self) -> None:
-        if self._memory is None and self._socket_users == 0:
-            self._socket.close()
 
 
 async def connect(address: str, capacity_bytes: int) -> SharedFrames:
@@ -153,7 +151,7 @@ class Shm:
 
     def __init__(self, host_id: str, staging_bytes: int) -> None:
         self._host_id = host_id
-        self._staging_bytes = staging_bytes
+        self._staging_bytes = min(staging_bytes, WINDOW_BYTES)
         self._listener: ShmListener | None = None
 
     def reaches(self, offer: TransportOffer) -> bool:
@@ -172,57 +170,19 @@ class Shm:
             await self._listener.close()
 
 
-class ShmListener:
+class ShmListener(SocketListener):
     """Accepts senders of this host and user, and hands each one's channel to ``serve``."""
 
     def __init__(self, serve: Serve) -> None:
         self.address = f"@baton-kv-{os.getpid()}-{secrets.token_hex(8)}"
-        self._serve = serve
-        self._tasks = Tasks()
-        self._accepted: dict[int, socket.socket] = {}
-        """Connections whose task has not begun; one cancelled before that cannot close its own."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        self._socket.bind(_socket_name(self.address))
-        self._socket.listen()
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        sock.bind(_socket_name(self.address))
+        super().__init__("shared memory", sock, _welcome, serve)
 
-    def start(self) -> None:
-        self._tasks.spawn(self._accept(), "kv shm accept")
 
-    async def close(self) -> None:
-        await self._tasks.close()
-        for sock in (*self._accepted.values(), self._socket):
-            sock.close()
-
-    async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                sock, _ = await loop.sock_accept(self._socket)
-            except OSError as error:  # out of descriptors, say: others have to end first
-                log.warning("cannot accept a shared memory connection: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            self._accepted[sock.fileno()] = sock
-            self._tasks.spawn(self._welcome(sock), "kv shm channel")
-
-    async def _welcome(self, sock: socket.socket) -> None:
-        del self._accepted[sock.fileno()]
-        try:
-            _check_same_user(sock)
-            memory = await _receive_memory(sock)
-        except (OSError, WorkerLostError, HandoffError) as error:
-            log.warning("refused a shared memory connection: %s", error)
-            sock.close()
-            return
-        except BaseException:
-            sock.close()
-            raise
-        channel = SharedFrames(sock, memory, is_sender=False)
-        del memory  # from here on the channel decides how long it stays mapped
-        try:
-            await self._serve(channel)
-        finally:
-            await channel.close()
+async def _welcome(sock: socket.socket) -> FrameChannel:
+    _check_same_user(sock)
+    return SharedFrames(sock, await _receive_memory(sock), is_sender=False)
 
 
 async def _receive_memory(sock: socket.socket) -> mmap.mmap:

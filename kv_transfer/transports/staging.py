@@ -1,6 +1,13 @@
-"""Room in a staging area, handed out as a ring. Pure; knows offsets only."""
+"""Room for payloads on their way: a ring in a staging area, or buffers that are used again and again.
+
+Knows neither frames nor channels.
+"""
 
 from __future__ import annotations
+
+import numpy as np
+
+from kv_transfer.channel import Bytes
 
 
 class Ring:
@@ -40,3 +47,32 @@ class Ring:
             if self._taken[oldest] > 0:
                 return
             del self._taken[oldest]
+
+
+class Buffers:
+    """Reusable buffers for payloads that leave by way of a copy: the one given back last is lent first,
+    while it still lies in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Bytes] = []
+        self._lent: dict[int, tuple[Bytes, Bytes]] = {}
+        """id of the view that was lent → it, and the buffer behind it."""
+
+    def lend(self, num_bytes: int) -> Bytes:
+        """uint8 [num_bytes], of any content."""
+        buffer = self._free.pop() if self._free else _EMPTY
+        if len(buffer) < num_bytes:
+            buffer = np.empty(num_bytes, dtype=np.uint8)
+        view = buffer[:num_bytes]
+        self._lent[id(view)] = view, buffer
+        return view
+
+    def take_back(self, view: object) -> None:
+        """What `lend` gave may be lent again. Harmless for anything else, and for the second time."""
+        entry = self._lent.pop(id(view), None)
+        if entry is not None:
+            self._free.append(entry[1])
+
+
+_EMPTY: Bytes = np.empty(0, dtype=np.uint8)

@@ -454,6 +454,31 @@ class SamplingParams(_message.Message):
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
+class PrefixSource(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    address: _builtins.str
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "num_tokens", b"num_tokens", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixSource: _TypeAlias = PrefixSource  # noqa: Y015
+
+@_typing.final
 class GenerationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -466,6 +491,7 @@ class GenerationRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     TRACE_FIELD_NUMBER: _builtins.int
+    PREFIX_SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     cache_salt: _builtins.str
@@ -478,6 +504,8 @@ class GenerationRequest(_message.Message):
     def sampling(self) -> Global___SamplingParams: ...
     @_builtins.property
     def generated(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def prefix_source(self) -> Global___PrefixSource: ...
     def __init__(
         self,
         *,
@@ -490,10 +518,11 @@ class GenerationRequest(_message.Message):
         priority: _builtins.int = ...,
         timeout_s: _builtins.float | None = ...,
         trace: _builtins.str = ...,
+        prefix_source: Global___PrefixSource | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "prefix_source", b"prefix_source", "sampling", b"sampling", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "generated", b"generated", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "attempt", b"attempt", "cache_salt", b"cache_salt", "generated", b"generated", "prefix_source", b"prefix_source", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "timeout_s", b"timeout_s", "trace", b"trace"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
@@ -876,6 +905,60 @@ class HandoffReceipt(_message.Message):
 Global___HandoffReceipt: _TypeAlias = HandoffReceipt  # noqa: Y015
 
 @_typing.final
+class PrefixRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TICKET_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    cache_salt: _builtins.str
+    timeout_s: _builtins.float
+    @_builtins.property
+    def ticket(self) -> Global___Ticket: ...
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ticket: Global___Ticket | None = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        cache_salt: _builtins.str = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "ticket", b"ticket", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "cache_salt", b"cache_salt", "ticket", b"ticket", "timeout_s", b"timeout_s", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___PrefixRequest: _TypeAlias = PrefixRequest  # noqa: Y015
+
+@_typing.final
+class PrefixReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HELD_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    held_tokens: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        held_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_tokens", b"held_tokens", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixReply: _TypeAlias = PrefixReply  # noqa: Y015
+
+@_typing.final
 class FirstToken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -991,6 +1074,49 @@ class ModelInfo(_message.Message):
 Global___ModelInfo: _TypeAlias = ModelInfo  # noqa: Y015
 
 @_typing.final
+class TransferCounters(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PIECES_FIELD_NUMBER: _builtins.int
+    HANDOFFS_FIELD_NUMBER: _builtins.int
+    FAILURES_FIELD_NUMBER: _builtins.int
+    DUPLICATES_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    RESENT_FIELD_NUMBER: _builtins.int
+    FALLBACKS_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    pieces: _builtins.int
+    handoffs: _builtins.int
+    failures: _builtins.int
+    duplicates: _builtins.int
+    stale: _builtins.int
+    corrupt: _builtins.int
+    resent: _builtins.int
+    fallbacks: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        pieces: _builtins.int = ...,
+        handoffs: _builtins.int = ...,
+        failures: _builtins.int = ...,
+        duplicates: _builtins.int = ...,
+        stale: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        resent: _builtins.int = ...,
+        fallbacks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["corrupt", b"corrupt", "duplicates", b"duplicates", "failures", b"failures", "fallbacks", b"fallbacks", "handoffs", b"handoffs", "num_bytes", b"num_bytes", "pieces", b"pieces", "resent", b"resent", "stale", b"stale"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TransferCounters: _TypeAlias = TransferCounters  # noqa: Y015
+
+@_typing.final
 class WorkerLoad(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1009,6 +1135,8 @@ class WorkerLoad(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    SENDING_FIELD_NUMBER: _builtins.int
+    RECEIVING_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_waiting: _builtins.int
     num_running: _builtins.int
@@ -1024,6 +1152,10 @@ class WorkerLoad(_message.Message):
     preemptions: _builtins.int
     kv_bytes_sent: _builtins.int
     kv_bytes_received: _builtins.int
+    @_builtins.property
+    def sending(self) -> Global___TransferCounters: ...
+    @_builtins.property
+    def receiving(self) -> Global___TransferCounters: ...
     def __init__(
         self,
         *,
@@ -1042,10 +1174,12 @@ class WorkerLoad(_message.Message):
         preemptions: _builtins.int = ...,
         kv_bytes_sent: _builtins.int = ...,
         kv_bytes_received: _builtins.int = ...,
+        sending: Global___TransferCounters | None = ...,
+        receiving: Global___TransferCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receiving", b"receiving", "sending", b"sending"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "computed_context_tokens", b"computed_context_tokens", "decode_steps", b"decode_steps", "decoded_tokens", b"decoded_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions", b"preemptions", "prefill_steps", b"prefill_steps", "running_tokens", b"running_tokens", "state", b"state", "total_blocks", b"total_blocks", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "computed_context_tokens", b"computed_context_tokens", "decode_steps", b"decode_steps", "decoded_tokens", b"decoded_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions", b"preemptions", "prefill_steps", b"prefill_steps", "receiving", b"receiving", "running_tokens", b"running_tokens", "sending", b"sending", "state", b"state", "total_blocks", b"total_blocks", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,11 @@ class WorkerStub:
                 request_serializer=rpc_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=rpc_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SendPrefix = channel.unary_unary(
+                '/baton.rpc.v1.Worker/SendPrefix',
+                request_serializer=rpc_dot_v1_dot_worker__pb2.PrefixRequest.SerializeToString,
+                response_deserializer=rpc_dot_v1_dot_worker__pb2.PrefixReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -93,6 +98,13 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SendPrefix(self, request, context):
+        """Pushes the KV of a cached prefix into the ticket's blocks. Cancelling the call ends the push.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -115,6 +127,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=rpc_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=rpc_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SendPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.SendPrefix,
+                    request_deserializer=rpc_dot_v1_dot_worker__pb2.PrefixRequest.FromString,
+                    response_serializer=rpc_dot_v1_dot_worker__pb2.PrefixReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -228,6 +245,33 @@ class Worker:
             '/baton.rpc.v1.Worker/Drain',
             rpc_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             rpc_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SendPrefix(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.rpc.v1.Worker/SendPrefix',
+            rpc_dot_v1_dot_worker__pb2.PrefixRequest.SerializeToString,
+            rpc_dot_v1_dot_worker__pb2.PrefixReply.FromString,
             options,
             channel_credentials,
             insecure,

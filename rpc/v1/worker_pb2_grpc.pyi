@@ -35,6 +35,8 @@ class WorkerStub:
     """Every block, between two steps."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Take nothing new, finish, leave."""
+    SendPrefix: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefixRequest, _worker_pb2.PrefixReply]
+    """Pushes the KV of a cached prefix into the ticket's blocks. Cancelling the call ends the push."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """── services ────────────────────────────────────────────────────────────────────────────────────
@@ -73,6 +75,14 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _aio.ServicerContext[_worker_pb2.DrainRequest, _abc.Awaitable[_worker_pb2.DrainResponse]],
     ) -> _abc.Awaitable[_worker_pb2.DrainResponse]:
         """Take nothing new, finish, leave."""
+
+    @_abc_1.abstractmethod
+    def SendPrefix(
+        self,
+        request: _worker_pb2.PrefixRequest,
+        context: _aio.ServicerContext[_worker_pb2.PrefixRequest, _abc.Awaitable[_worker_pb2.PrefixReply]],
+    ) -> _abc.Awaitable[_worker_pb2.PrefixReply]:
+        """Pushes the KV of a cached prefix into the ticket's blocks. Cancelling the call ends the push."""
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _aio.Server) -> None: ...
 

@@ -45,7 +45,7 @@ def test_model_names_are_text_even_if_yaml_would_read_them_otherwise() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["serve", "--mode", "adaptive"], "mode adaptive is not available yet"),
+        (["serve", "--mode", "adaptive", "--prefill", "0"], "mode adaptive needs prefill.workers >= 1, it is 0"),
         (["serve", "--set", "prefil.workers=1"], "nearest known: 'prefill'"),
         (["serve", "--decode", "0"], "decode.workers >= 1, it is 0"),
         (["serve", "--port", "70000"], "router.port"),

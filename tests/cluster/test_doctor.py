@@ -206,8 +206,8 @@ def test_the_exit_status_and_the_json_say_whether_something_failed(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(told["checks"]) + 1
     assert lines[-1] == f"{len(told['checks'])} checks, 1 failed, 0 warnings"
-    assert cli.main(["doctor", "--set", "mode=adaptive", "--json"]) == 1
-    assert any("adaptive" in check["detail"] for check in json.loads(capsys.readouterr().out)["checks"])
+    assert cli.main(["doctor", "--set", "engine.device=abacus", "--json"]) == 1
+    assert any("abacus" in check["detail"] for check in json.loads(capsys.readouterr().out)["checks"])
 
 
 @pytest.mark.e2e

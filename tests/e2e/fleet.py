@@ -162,8 +162,10 @@ class Fleet:
         """Process → how many descriptors it has open."""
         return {process.name: psutil.Process(process.popen.pid).num_fds() for process in self.processes}
 
-    def restart(self, *processes: Process) -> None:
-        """Processes that died start again, workers on their old ports; returns when all serve again."""
+    def restart(self, *processes: Process, awaited: bool = True) -> None:
+        """Processes that died start again, workers on their old ports; returns when all serve again.
+
+        ``awaited`` False: the router may refuse these workers, or lose them at once, so nobody waits for it."""
         for process in processes:
             port = process.place.rsplit(":", 1)[1]
             sets = [*process.sets] if process is self.router else [*process.sets, f"worker.port={port}"]
@@ -175,7 +177,7 @@ class Fleet:
             if process is self.router:
                 self.url = process.place.split(" ")[0]
                 self.wait_ready()
-            else:
+            elif awaited:
                 self.wait_for_state(process.name, "ready")
 
     def settled(self, timeout_s: float = 30.0) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from common.messages import LogitBias, SamplingParams
@@ -117,10 +117,11 @@ together = st.fixed_dictionaries({}, optional=ALTERNATIVES)
 
 
 def distinct_logits(seed: int, num_rows: int) -> torch.Tensor:
-    """No two logits of a row are near each other, so that float32 and float64 agree on every cut."""
+    """No two logits of a row are near each other, so that float32 and float64 agree on every cut, nor are their
+    distances equal, so that a penalty hardly makes two of them so."""
     generator = torch.Generator().manual_seed(seed)
     steps = torch.stack([torch.randperm(VOCABULARY, generator=generator) for _ in range(num_rows)])
-    return (steps.float() - VOCABULARY * 0.6) * 0.173
+    return (steps.float() - VOCABULARY * 0.6) * 0.173 * (1 + 0.00137 * steps)
 
 
 @settings(deadline=None, max_examples=150)
@@ -140,13 +141,13 @@ def test_tokens_are_those_of_a_plain_reference(rows: list[Row], seed: int) -> No
             shares = plain_distribution(scores, params)
             number = uniforms([params.seed], [params.child], [position])[0]
             sums = np.cumsum(shares)
-            if np.abs(sums / sums[-1] - number).min() > 1e-5:  # else rounding decides
+            if np.abs(sums / sums[-1] - number).min() > 1e-5 and not _near_a_cut(scores):  # else rounding decides
                 assert result.token == int(np.searchsorted(sums, number * sums[-1], side="right"))
-            assert shares[result.token] > 0 or _near_a_cut(scores, params)
+            assert shares[result.token] > 0 or _near_a_cut(scores)
         check_logprobs(raw, params, result.token, result.logprobs)
 
 
-def _near_a_cut(scores: list[float], params: SamplingParams) -> bool:
+def _near_a_cut(scores: list[float]) -> bool:
     """Some filter's border runs through scores that differ by rounding only (penalties can make such)."""
     ordered = sorted(score for score in scores if score > -math.inf)
     return any(right - left < 1e-4 for left, right in itertools.pairwise(ordered))
@@ -171,7 +172,7 @@ def test_distributions_are_those_of_a_plain_reference(row: Row, seed: int) -> No
         return
     raw = distinct_logits(seed, 1)
     scores = plain_logits(raw[0].tolist(), params, row.prompt, row.answer)
-    if _near_a_cut(scores, params):
+    if _near_a_cut(scores):
         return
     mine = _distribution(torch.tensor([scores]), [row.sampling()])[0].tolist()
     assert mine == pytest.approx(plain_distribution([float(np.float32(s)) for s in scores], params), abs=1e-9)
@@ -210,6 +211,7 @@ def test_where_transformers_has_the_same_processor(
     ids = torch.tensor([tokens])
     scores = RepetitionPenaltyLogitsProcessor(penalty)(ids, logits.clone())
     penalized = scores.clone()
+    assume(not _near_a_cut(penalized[0].tolist()))
     scores = TemperatureLogitsWarper(temperature)(ids, scores.double())
     if top_k:
         scores = TopKLogitsWarper(top_k)(ids, scores)

@@ -1,4 +1,4 @@
-"""A sender and a receiver over pools of plain numpy, joined in memory or by shared memory."""
+"""A sender and a receiver over pools of plain numpy, joined in memory, by shared memory or by TCP."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transport import Serve, Transport
 from kv_transfer.transports.inline import InlineFrames
+from kv_transfer.transports.local import Local
 from kv_transfer.transports.memory import MemoryChannel, channel_pair
 from kv_transfer.transports.shm import Shm
+from kv_transfer.transports.tcp import Tcp
 
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 
@@ -81,6 +83,16 @@ class InMemory:
         pass
 
 
+def make_transport(name: str, staging_bytes: int) -> Transport:
+    match name:
+        case "shm":
+            return Shm(host_id(), staging_bytes)
+        case "tcp":
+            return Tcp("127.0.0.1:1", staging_bytes)
+        case _:
+            return Local(staging_bytes)
+
+
 class Pair:
     """One sender and one receiver. ``wrap`` may put something around the sender's end of a channel."""
 
@@ -98,7 +110,7 @@ class Pair:
         self.wrap: Callable[[MemoryChannel], ByteChannel] = lambda channel: channel
         self.connect: Connector = self._connect
         self.transports: list[Transport] = [
-            InMemory(self) if name == "memory" else Shm(host_id(), config.staging_bytes) for name in transports
+            InMemory(self) if name == "memory" else make_transport(name, config.staging_bytes) for name in transports
         ]
         self.receiver = Receiver(self.target, config, host_id(), self.transports, run_blocking)
         self.sender = self.new_sender()

@@ -10,7 +10,7 @@ import pytest
 
 from common.errors import HandoffError
 from common.messages import FinishReason, HandoffReceipt
-from decode_worker.ports import KVReceiver
+from engine.ports import KVPush, KVReceiver, KVSender
 from kv_transfer.blocking import run_inline
 from kv_transfer.frames import (
     TRANSFER_VERSION,
@@ -28,10 +28,9 @@ from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
 from kv_transfer.transports.inline import InlineFrames
 from kv_transfer.transports.memory import channel_pair
-from prefill_worker.ports import KVPush, KVSender
 
 
-@pytest.mark.parametrize("transports", [("memory",), ("shm",)])
+@pytest.mark.parametrize("transports", [("memory",), ("local",), ("shm",), ("tcp",)])
 async def test_blocks_arrive_layer_by_layer(make_pair: Any, transports: Any) -> None:
     pair = await make_pair(transports=transports)
     source, target = [3, 9, 1, 0], [5, 2, 7, 15]
@@ -116,7 +115,7 @@ async def test_one_channel_carries_all_handoffs_of_a_pair(make_pair: Any) -> Non
     pair.assert_moved([9] * 8, range(8))
 
 
-@pytest.mark.parametrize("transports", [("memory",), ("shm",)])
+@pytest.mark.parametrize("transports", [("memory",), ("local",), ("shm",), ("tcp",)])
 async def test_concurrent_transfers_of_random_blocks(make_pair: Any, transports: Any) -> None:
     """32 handoffs at once into one receiver, through staging that holds a fraction of them."""
     pair = await make_pair(num_blocks=512, transports=transports, staging_bytes=1 << 16)

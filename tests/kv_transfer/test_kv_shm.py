@@ -253,7 +253,7 @@ async def test_a_receive_under_way_ends_with_close(listener: shm.ShmListener) ->
     await asyncio.sleep(0.01)
     await channel.close()
     assert await receiving is None
-    assert channel._socket.fileno() == -1
+    assert channel._connection.socket.fileno() == -1
     with pytest.raises(WorkerLostError):
         await channel.receive()
     with pytest.raises(WorkerLostError):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RequestCancelledError
-from common.messages import ContextTokens, Role
+from common.messages import ContextTokens, PrefixSource, Role
 from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache
 from prefill_worker.scheduler import PrefillScheduler
@@ -102,6 +104,55 @@ def test_smaller_priority_is_sooner() -> None:
     while (plan := scheduler.schedule(0.0)) is not None:
         order += [output.sequence.key for output in scheduler.update(plan, device.run(plan), 0.0)]
     assert [key.split("#")[0] for key in order] == ["soon", "normal", "normal2", "late"]
+
+
+def test_a_pulled_prefix_counts_as_computed_and_becomes_cache() -> None:
+    pool, scheduler, device = make(20, 4, 64)
+    prompt = list(range(20))
+    source = sequence("source", prompt, 1)
+    scheduler.add(source)
+    plan = scheduler.schedule(0.0)
+    scheduler.update(plan, device.run(plan), 0.0)
+    source_blocks = list(source.block_ids)
+    # The same tokens under another salt: nothing is shared, all that the source holds is to be pulled.
+    s = sequence("a", prompt, 1)
+    s.request = replace(s.request, prefix_source=PrefixSource("w", "w", 20))
+    s.root = b"another"
+    other = sequence("b", [7] * 6, 1)
+    scheduler.add(s)
+    scheduler.add(other)
+    plan = scheduler.schedule(0.0)
+    # Beside it the other one goes on; the last token, and with it the last block, is not pulled.
+    assert [step.sequence_id for step in plan.steps] == ["b#0"]
+    assert (scheduler.take_pulls(), s.num_pulling) == ([s], 16)
+    assert (scheduler.take_pulls(), scheduler.take_admitted()) == ([], [source, other])
+    assert pool.ledger("w", Role.PREFILL, 0.0).reserved == 5
+    assert scheduler.waiting_tokens == 4 + 6
+    scheduler.update(plan, device.run(plan), 0.0)
+    device.memory.copy_from(device.memory, source_blocks[:4], s.block_ids[:4])
+    scheduler.pulled(s, 16, 0.0)
+    assert scheduler.take_admitted() == [s]
+    assert s.context == ContextTokens(cached=0, moved=16, computed=4)
+    plan = scheduler.schedule(0.0)
+    assert [(step.start, len(step.token_ids)) for step in plan.steps] == [(16, 4)]
+    (output,) = scheduler.update(plan, device.run(plan), 0.0)
+    assert output.token == expected_tokens(prompt, s.request.sampling, VOCAB)[0]
+    scheduler.release(s)
+    assert pool.match(prompt, b"another", 20) == s.block_ids
+
+
+@pytest.mark.parametrize("came", [0, 8])
+def test_one_that_is_pulled_for_ends_when_the_pull_does(came: int) -> None:
+    pool, scheduler, _ = make(10, 4, 8)
+    s = sequence("a", list(range(20)), 2)
+    s.request = replace(s.request, prefix_source=PrefixSource("w", "w", 8))
+    scheduler.add(s)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.abort(s, RequestCancelledError("gone")) is False
+    assert pool.num_available == 5
+    scheduler.pulled(s, came, 0.0)
+    assert scheduler.schedule(0.0) is None
+    assert (pool.num_available, pool.num_cached) == (10, 0)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "in step", "between chunks", "held"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -19,22 +18,7 @@ from router.placement import Demand, place_pair, place_single
 from router.prefix_index import PrefixIndex
 from router.queue import AdmissionQueue
 from router.records import Records, RequestRecord
-
-
-@dataclass
-class Load:
-    address: str
-    waiting_tokens: int = 0
-    running_tokens: int = 0
-    num_sequences: int = 0
-    available_blocks: int = 1000
-    block_size: int = 16
-    max_sequence_tokens: int = 16_000
-    accepting: bool = True
-
-    @property
-    def worker_id(self) -> str:
-        return self.address
+from tests.router.outlook import Load
 
 
 def place(prefills, decodes, hits=None, *, context=100, backlog=10_000, avoid=()):

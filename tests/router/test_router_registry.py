@@ -132,9 +132,9 @@ async def test_another_layout_is_refused_with_both_sides() -> None:
     """R10: a pair that cannot hand over is never made."""
     async with serving() as (service, fleet):
         odd = fleet.add(FakeWorker("p1", Role.PREFILL))
-        odd.info = replace(odd.info, layout=replace(odd.info.layout, dtype="bfloat16"))
+        odd.info = replace(odd.info, layout=replace(odd.info.layout, head_dim=16))
         service.registry.set_members(["p0", "p1"], ["d0"])
-        words = "dtype is 'bfloat16', the other workers have 'float32'"
+        words = "head_dim is 16, the other workers have 8"
         await until(lambda: words in service.registry.worker("p1").reason)
         assert [worker.worker_id for worker in service.registry.ready(Role.PREFILL)] == ["p0"]
 

@@ -18,6 +18,8 @@ from common.messages import (
     KVLayout,
     ModelInfo,
     PrefillEvent,
+    PrefixReply,
+    PrefixRequest,
     Role,
     SamplingParams,
     Ticket,
@@ -91,6 +93,10 @@ class Worker:
 
     async def drain(self) -> None:
         await self._record("drain")
+
+    async def send_prefix(self, request: PrefixRequest) -> PrefixReply:
+        await self._record("send_prefix", request)
+        return PrefixReply(len(request.tokens), 4096)
 
     async def prefill(self, request: GenerationRequest, ticket: Ticket) -> AsyncGenerator[PrefillEvent, None]:
         try:

@@ -40,6 +40,9 @@ class Chaos:
                 "prefill.chunk_tokens=64",
                 "decode.chunk_tokens=32",
                 f"transfer.lease_s={LEASE_S}",
+                "transfer.pull_patience_s=0.5",
+                "router.pull_fixed_tokens=0",  # whatever another one has is pulled
+                "router.local_prefill_tokens=32",
                 "worker.suspect_after_s=1",
                 "worker.heartbeat_s=0.3",
                 "worker.drain_timeout_s=3",
@@ -49,7 +52,7 @@ class Chaos:
         self.settings = SimConfig(
             prefill=self.rng.randint(1, 3),
             decode=self.rng.randint(1, 3),
-            mode=self.rng.choice(["split", "split", "split", "colocated"]),
+            mode=self.rng.choice(["split", "split", "adaptive", "colocated"]),
             num_blocks=self.rng.choice([32, 48, 256]),
             num_layers=2,
             jitter_s=self.rng.choice([0.0, 0.001, 0.05]),
@@ -83,7 +86,7 @@ class Chaos:
             rng.choice([1, 15, 16, 17, 63, 64, 65, 100, 200]),
             rng.choice([1, 2, 20, 60, 200 if self.settings.num_blocks < 256 else 1000]),
             seed=number,
-            shared=rng.choice([0, 16, 48]),
+            shared=rng.choice([0, 16, 48, 160]),
             timeout_s=rng.choice([4.0, 30.0, 30.0]),
         )
         asking = asyncio.ensure_future(self.cluster.ask(asked))

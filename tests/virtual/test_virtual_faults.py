@@ -161,7 +161,7 @@ def test_a_reservation_that_fails_half_way_leaves_nothing() -> None:
         worker = cluster.decode_workers["decode-0"]
         reading = asyncio.ensure_future(read(worker, "r", []))
         await asyncio.sleep(0)
-        receiver = worker._receiver
+        receiver = worker._exchange.receiver
         expect, receiver.expect = receiver.expect, _refuse  # type: ignore[method-assign]
         with pytest.raises(TicketError, match="no room"):
             await worker.reserve("r", request("half", 100, 10))
@@ -302,12 +302,12 @@ def test_a_fault_in_one_handoff_ends_that_request_and_no_more() -> None:
     async def story(cluster: SimCluster) -> None:
         for worker in cluster.prefill_workers.values():
 
-            async def broken(ticket: Ticket, block_ids: object, opened: Any = worker._sender.open) -> Any:
+            async def broken(ticket: Ticket, block_ids: object, opened: Any = worker._exchange.sender.open) -> Any:
                 if ticket.request_id == "poison":
                     raise KeyError("a bug")
                 return await opened(ticket, block_ids)
 
-            worker._sender.open = broken  # type: ignore[method-assign]
+            worker._exchange.sender.open = broken  # type: ignore[method-assign]
         asking = [asyncio.ensure_future(cluster.ask(request(name, 100, 20))) for name in ("a", "poison", "b")]
         a, poison, b = await asyncio.gather(*asking)
         assert_right(a, settings)
