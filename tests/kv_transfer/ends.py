@@ -58,7 +58,7 @@ from tests.kv_transfer.groups import Hub
 LAYOUT = KVLayout(model="tiny", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 FREE = 170
 VOCAB_SIZE = 1000
-LEASE_S = 0.5
+LEASE_S = 1.0
 LEASES_S = {"gloo": 2.0}
 """Where the way itself takes a busy machine a while to make."""
 

@@ -37,6 +37,10 @@ CHANNEL_STATES = ("piece", "receive", "receipt")
 ENDS = ("cancel", "prefill leaves", "decode leaves", "deadline", "prefill dies", "decode dies", "expiry")
 BLOCKS = 4
 AT_ONCE = 8
+UNHURRIED = [
+    name if name == "memory" else pytest.param(name, marks=pytest.mark.slow)  # leases pass when the machine is busy
+    for name in TRANSPORTS
+]
 DEADLINE_S = 1.0
 MARGIN_S = 4.0
 """What a busy machine may add."""
@@ -125,7 +129,7 @@ async def play(transport: str, state: str, end: str) -> None:
 
 
 @pytest.mark.parametrize("ends", [ENDS[:4], ENDS[4:]], ids=["somebody leaves", "somebody dies"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", UNHURRIED)
 async def test_ends_at_every_state_leave_nothing(transport: str, ends: tuple[str, ...]) -> None:
     """Each with a pair of its own, several at once: most of the time is that of the leases."""
     cases = [(state, end) for end in ends for state in STATES]
@@ -134,7 +138,7 @@ async def test_ends_at_every_state_leave_nothing(transport: str, ends: tuple[str
     assert not failed
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", UNHURRIED)
 async def test_errors_at_every_state_end_one_handoff_and_leave_nothing(transport: str) -> None:
     """Whatever is raised there; a delay ends nothing."""
     actions = ("error:handoff", "error:internal", "error:worker_lost", "delay:0.05")
