@@ -173,14 +173,17 @@ async def test_r21_stale_writers_never_touch_reused_blocks(transport: str) -> No
     rng = random.Random(21)
     async with both(transport, num_blocks=8, staging_bytes=1 << 16, lease_s=10) as (prefill, decode):
         numbers = iter(range(400))
+        admission = asyncio.Lock()
         given_up = 0
 
         async def client() -> None:
             nonlocal given_up
             for number in numbers:
                 name, num_blocks = f"r{number}", rng.randrange(1, 4)
-                await until(lambda wanted=num_blocks: min(e.books.num_free for e in (prefill, decode)) >= wanted)
-                going = asyncio.ensure_future(prefill.hand_off(name, decode.reserve(name, num_blocks)))
+                async with admission:  # one at a time, until it has its blocks on both sides
+                    await until(lambda wanted=num_blocks: min(e.books.num_free for e in (prefill, decode)) >= wanted)
+                    going = asyncio.ensure_future(prefill.hand_off(name, decode.reserve(name, num_blocks)))
+                    await asyncio.sleep(0)
                 if (fate := rng.choice(["goes well", "cancel", "prefill leaves", "decode leaves"])) != "goes well":
                     given_up += 1
                     await asyncio.sleep(rng.random() * 0.004)
