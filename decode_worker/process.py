@@ -15,6 +15,7 @@ from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.assembly import describe, load_runner, make_pool
 from engine.ports import Exchange
+from kv_transfer.blocking import run_inline
 from kv_transfer.host import host_id
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -41,9 +42,10 @@ async def run_decode_worker(
     failpoints = Failpoints(config.failpoints, random.Random(worker_id))
     connect = partial(kv_channel.connect, secret=config.cluster.secret)
     transports = make_transports(config.transfer, host_id(), address, connect)
-    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, failpoints=failpoints)
+    copies = run_inline if runner.cache.on_host else None
+    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, copies, failpoints)
     await receiver.start()
-    sender = Sender(runner.cache, config.transfer, transports, failpoints=failpoints)
+    sender = Sender(runner.cache, config.transfer, transports, copies, failpoints)
     exchange = Exchange(sender, receiver, GrpcPeers(secret=config.cluster.secret))
     pool = make_pool(config, runner)
     scheduler = DecodeScheduler(pool, runner.model_info, config.decode.max_sequences, config.decode.chunk_tokens)

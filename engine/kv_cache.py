@@ -39,7 +39,13 @@ class KVCache:
         self._bytes = [self._allocate() for _ in range(layout.num_layers)]
         shape = (num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype = getattr(torch, layout.dtype)
+        self._host_rows: list[np.ndarray] = [rows.numpy() for rows in self._bytes] if self.on_host else []
         self.layers = [rows.view(dtype).view(shape) for rows in self._bytes]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it lies in host memory, where copying is no more than that."""
+        return self.device.type == "cpu"
 
     def _allocate(self) -> torch.Tensor:
         """Zeros [num_blocks, block_layer_bytes] of uint8."""
@@ -78,37 +84,40 @@ class KVCache:
         ``columns``: only these bytes of each token's keys and values; ``out`` is then as much narrower.
         """
         ids = self._checked(layer, block_ids, out, columns)
-        rows = self._bytes[layer]
-        if columns is not None:
-            part = self._tokens(layer)[..., columns].index_select(0, torch.from_numpy(ids).to(self.device))
-            np.copyto(out, part.cpu().numpy().reshape(out.shape))
-        elif self.device.type == "cpu":
+        if not self.on_host:
+            places = torch.from_numpy(ids).to(self.device)
+            source = self._bytes[layer] if columns is None else self._tokens(layer)[..., columns]
+            np.copyto(out, source.index_select(0, places).cpu().numpy().reshape(out.shape))
+        elif columns is None:
             # "clip" lets NumPy write straight into ``out``; the ids were checked.
-            np.take(rows.numpy(), ids, axis=0, out=out, mode="clip")
+            np.take(self._host_rows[layer], ids, axis=0, out=out, mode="clip")
         else:
-            np.copyto(out, rows.index_select(0, torch.from_numpy(ids).to(self.device)).cpu().numpy())
+            np.copyto(
+                out.reshape(len(ids), -1, columns.stop - columns.start), self._host_tokens(layer)[ids, :, columns]
+            )
 
     def write_blocks(
         self, layer: int, block_ids: Sequence[int] | np.ndarray, data: np.ndarray, columns: slice | None = None
     ) -> None:
         """Overwrites blocks of ``layer`` with ``data``, uint8 [n, layout.block_layer_bytes]; ``columns`` as above."""
         ids = self._checked(layer, block_ids, data, columns)
-        rows = self._bytes[layer]
-        if self.device.type == "cpu" and columns is None:
-            rows.numpy()[ids] = data
-            return
-        # torch wants memory that it could write; the source may be a read-only view of a message.
-        source = torch.from_numpy(np.require(data, requirements=["C", "W"])).to(self.device)
-        places = torch.from_numpy(ids).to(self.device)
-        if columns is None:
-            rows.index_copy_(0, places, source)
+        if not self.on_host:
+            # torch wants memory that it could write; the source may be a read-only view of a message.
+            source = torch.from_numpy(np.require(data, requirements=["C", "W"])).to(self.device)
+            target = self._bytes[layer] if columns is None else self._tokens(layer)[..., columns]
+            target.index_copy_(0, torch.from_numpy(ids).to(self.device), source.view(len(ids), *target.shape[1:]))
+        elif columns is None:
+            self._host_rows[layer][ids] = data
         else:
-            tokens = self._tokens(layer)[..., columns]
-            tokens.index_copy_(0, places, source.view(len(ids), *tokens.shape[1:]))
+            self._host_tokens(layer)[ids, :, columns] = data.reshape(len(ids), -1, columns.stop - columns.start)
 
     def _tokens(self, layer: int) -> torch.Tensor:
         """A view of the layer's bytes, [num_blocks, 2 * block_size, token_bytes]."""
         return self._bytes[layer].view(self.num_blocks, -1, self.layout.token_bytes)
+
+    def _host_tokens(self, layer: int) -> np.ndarray:
+        """As `_tokens`, of a pool in host memory."""
+        return self._host_rows[layer].reshape(self.num_blocks, -1, self.layout.token_bytes)
 
     def _checked(
         self, layer: int, block_ids: Sequence[int] | np.ndarray, data: np.ndarray, columns: slice | None
@@ -116,7 +125,7 @@ class KVCache:
         ids = np.asarray(block_ids, dtype=np.int64)
         if not 0 <= layer < self.layout.num_layers:
             raise EngineError(f"KV layer {layer} is not one of the {self.layout.num_layers} layers")
-        if ids.size and (ids.min() < 0 or ids.max() >= self.num_blocks):
+        if ids.size and ids.view(np.uint64).max() >= self.num_blocks:  # below 0: huge
             raise EngineError(f"KV blocks {ids.min()}..{ids.max()} reach outside the pool of {self.num_blocks}")
         width = self.layout.token_bytes if columns is None else columns.stop - columns.start
         wanted = (len(ids), 2 * self.layout.block_size * width)

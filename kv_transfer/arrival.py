@@ -258,13 +258,18 @@ class Arrival:
     @staticmethod
     def _copy_in(share: _Share, piece: Piece, payload: Bytes, pool: BlockPool, verify: bool) -> bool:
         """False: the piece does not verify, and nothing was written."""
-        missing = share.pieces.missing(piece.layer, piece.first, piece.count)
-        if len(missing) == 0:
+        scatter, layer, first, count = share.scatter, piece.layer, piece.first, piece.count
+        assert scatter is not None
+        num_missing = share.pieces.num_missing_of(layer, first, count)
+        if num_missing == 0:
             return True
-        if verify and checksum(payload.data, share.seed, piece.layer, piece.first, piece.count) != piece.checksum:
-            return False
-        assert share.scatter is not None
-        share.scatter.write(pool, piece.layer, piece.first, piece.count, missing, payload)
+        if verify:
+            digest = checksum(share.seed, layer, first, count)
+            digest.update(payload.data)
+            if digest.intdigest() != piece.checksum:
+                return False
+        which = None if num_missing == count else share.pieces.missing(layer, first, count)
+        scatter.write(pool, layer, first, count, payload, which)
         return True
 
 

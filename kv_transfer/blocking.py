@@ -6,7 +6,7 @@ A `RunBlocking` is injected, so that a simulation can run the copies in line.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class RunBlocking(Protocol):
-    def __call__(self, function: Callable[..., T], *args: Any) -> Awaitable[T]: ...
+    def __call__(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]: ...
 
 
 class CopyThread:
@@ -23,8 +23,8 @@ class CopyThread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
-    async def __call__(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+    def __call__(self, function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -44,21 +44,20 @@ def run_inline(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
     return future
 
 
-async def uninterrupted(awaitable: Awaitable[T]) -> T:
+async def uninterrupted(copy: asyncio.Future[T]) -> T:
     """Waits to the end even when the waiting task is cancelled, then lets the cancellation through.
 
     A copy in a thread cannot be stopped: whoever waits for it to be over must not believe that a
-    cancelled task has ended it.
+    cancelled task has ended it. One that is over already costs nothing.
     """
-    task = asyncio.ensure_future(awaitable)
     cancelled: asyncio.CancelledError | None = None
-    while not task.done():
+    while not copy.done():
         try:
-            await asyncio.wait([task])
+            await asyncio.wait([copy])
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        if not task.cancelled():
-            task.exception()  # seen: the caller leaves for another reason
+        if not copy.cancelled():
+            copy.exception()  # seen: the caller leaves for another reason
         raise cancelled
-    return task.result()
+    return copy.result()

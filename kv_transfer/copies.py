@@ -6,7 +6,7 @@ format; tokens after the last one are zeros. Where both pools lie alike it is wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,16 @@ from kv_transfer.channel import Bytes
 from kv_transfer.plan import ShardPlan
 from kv_transfer.pool import BlockPool
 from kv_transfer.wire import Wire
+
+HOT_BYTES = 256 << 10
+"""What was just copied is read again for its checksum: so much of it stays in a core's own cache."""
+
+
+def parts(count: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """``count`` blocks as (start, stop), about `HOT_BYTES` each."""
+    step = max(1, HOT_BYTES // block_bytes)
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
 
 
 def make_wire(plan: ShardPlan, name: str) -> Wire:
@@ -78,12 +88,12 @@ class Scatter:
         self.block_bytes = plan.target.halves * plan.target.block_size * wire.row_bytes
 
     def write(
-        self, pool: BlockPool, layer: int, first: int, count: int, which: NDArray[np.intp], payload: Bytes
+        self, pool: BlockPool, layer: int, first: int, count: int, payload: Bytes, which: NDArray[np.intp] | None = None
     ) -> None:
-        """Of the ticket's blocks ``first .. first + count`` in ``payload`` those at ``which``."""
+        """The ticket's blocks ``first .. first + count`` in ``payload``; of them only those at ``which``."""
         rows = payload.reshape(count, -1) if not self._wire.decodes else self._wire.decode(payload).reshape(count, -1)
         ids = self._block_ids[first : first + count]
-        if len(which) < count:
+        if which is not None:
             rows, ids = rows[which], ids[which]
         pool.write_blocks(layer, ids, rows, self._columns)
 

@@ -172,9 +172,9 @@ def shard_seed(ticket_id: str, secret: bytes, stream: int, tp_rank: int) -> int:
     return xxhash.xxh3_64_intdigest(ticket_id.encode() + secret + _SHARD.pack(stream, tp_rank))
 
 
-def checksum(payload: memoryview, seed: int, layer: int, first: int, count: int) -> int:
-    """xxh3-64 of a payload, seeded with its place: right bytes for the wrong blocks do not verify."""
-    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(_PLACE.pack(layer, first, count), seed))
+def checksum(seed: int, layer: int, first: int, count: int) -> xxhash.xxh3_64:
+    """xxh3-64 to feed a payload to, seeded with its place: right bytes for the wrong blocks do not verify."""
+    return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(_PLACE.pack(layer, first, count), seed))
 
 
 def encode(frame: Frame) -> bytes:

@@ -78,6 +78,10 @@ class PieceSet:
         num_layers, num_blocks = self._arrived.shape
         return layer < num_layers and count > 0 and first + count <= num_blocks
 
+    def num_missing_of(self, layer: int, first: int, count: int) -> int:
+        """How many of the run's pieces have not arrived yet."""
+        return count - int(np.count_nonzero(self._arrived[layer, first : first + count]))
+
     def missing(self, layer: int, first: int, count: int) -> NDArray[np.intp]:
         """Which of the run's pieces have not arrived yet, numbered from ``first``."""
         return np.flatnonzero(~self._arrived[layer, first : first + count])
@@ -94,8 +98,7 @@ class PieceSet:
 
     def add(self, layer: int, first: int, count: int) -> int:
         """Marks the run as arrived; returns how many of its pieces are new."""
-        run = self._arrived[layer, first : first + count]
-        fresh = count - int(np.count_nonzero(run))
-        run[:] = True
+        fresh = self.num_missing_of(layer, first, count)
+        self._arrived[layer, first : first + count] = True
         self.count += fresh
         return fresh

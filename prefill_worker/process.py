@@ -13,6 +13,7 @@ from common.lifecycle import end_within, first_of
 from common.messages import Role, WorkerState
 from engine.assembly import describe, load_runner, make_pool
 from engine.ports import Exchange
+from kv_transfer.blocking import run_inline
 from kv_transfer.host import host_id
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender
@@ -39,8 +40,9 @@ async def run_prefill_worker(
     failpoints = Failpoints(config.failpoints, random.Random(worker_id))
     connect = partial(kv_channel.connect, secret=config.cluster.secret)
     transports = make_transports(config.transfer, host_id(), address, connect)
-    sender = Sender(runner.cache, config.transfer, transports, failpoints=failpoints)
-    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, failpoints=failpoints)
+    copies = run_inline if runner.cache.on_host else None
+    sender = Sender(runner.cache, config.transfer, transports, copies, failpoints)
+    receiver = Receiver(runner.cache, config.transfer, host_id(), transports, copies, failpoints)
     await receiver.start()
     exchange = Exchange(sender, receiver, GrpcPeers(secret=config.cluster.secret))
     pool = make_pool(config, runner)

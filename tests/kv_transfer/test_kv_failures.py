@@ -46,7 +46,10 @@ class Gate:
         self.entered = asyncio.Event()
         self.open = asyncio.Event()
 
-    async def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
+    def __call__(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(self._copy(function, *args))
+
+    async def _copy(self, function: Callable[..., Any], *args: Any) -> Any:
         self.entered.set()
         await self.open.wait()
         return function(*args)
@@ -639,7 +642,10 @@ async def test_stale_writers_never_touch_reused_blocks(make_pair: Any, seed: int
             await asyncio.sleep(0)
         return function(*args)
 
-    pair = await make_pair(num_blocks=6, staging_bytes=1 << 16, run_blocking=late)
+    def run_late(*call: Any) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(late(*call))
+
+    pair = await make_pair(num_blocks=6, staging_bytes=1 << 16, run_blocking=run_late)
     free = list(range(6))
     stale: list[asyncio.Task[Any]] = []
     finished = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -99,12 +101,21 @@ def test_size_limits() -> None:
 
 @given(st.binary(min_size=1, max_size=64), st.tuples(u64, u32, u32, u32), st.data())
 def test_checksum_covers_bytes_and_place(payload: bytes, place: tuple[int, int, int, int], data: st.DataObject) -> None:
-    whole = checksum(memoryview(payload), *place)
-    assert whole == checksum(memoryview(payload), *place)
+    def digest(payload: bytes, place: Sequence[int]) -> int:
+        made = checksum(*place)
+        made.update(payload)
+        return made.intdigest()
+
+    whole = digest(payload, place)
+    assert whole == digest(payload, place)
+    in_parts = checksum(*place)
+    for start in range(0, len(payload), 7):
+        in_parts.update(payload[start : start + 7])
+    assert in_parts.intdigest() == whole
     at = data.draw(st.integers(0, len(payload) - 1))
     flipped = bytearray(payload)
     flipped[at] ^= 1
-    assert checksum(memoryview(flipped), *place) != whole
+    assert digest(bytes(flipped), place) != whole
     which = data.draw(st.integers(0, 3))
     moved = [number ^ 1 if index == which else number for index, number in enumerate(place)]
-    assert checksum(memoryview(payload), *moved) != whole
+    assert digest(payload, moved) != whole

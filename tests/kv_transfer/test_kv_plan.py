@@ -185,7 +185,7 @@ def move(plan: ShardPlan, labels: Labels, ticket: Ticket, pool: NumpyPool, data:
             count = data.draw(st.integers(1, plan.num_blocks - first))
             payload = np.full(count * gather.block_bytes, 255, dtype=np.uint8)
             gather.read(source, layer, first, count, payload)
-            scatter.write(pool, layer, first, count, np.arange(count), payload)
+            scatter.write(pool, layer, first, count, payload)
             first += count
 
 

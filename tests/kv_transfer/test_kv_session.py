@@ -235,8 +235,9 @@ async def test_a_second_opening_on_the_same_channel_replaces_the_first(make_pair
     assert [decode(await near.receive()) for _ in range(2)] == [OpenAck(1, True), OpenAck(2, True)]
     payload = bytes(ticket.layout.block_layer_bytes)
     for sequence, stream in ((1, 1), (2, 2)):
-        digest = checksum(memoryview(payload), shard_seed(ticket.ticket_id, ticket.secret, stream, 0), 0, 0, 1)
-        await near.send(encode(Piece(stream, sequence, 0, 0, 1, digest, -1, payload)))
+        digest = checksum(shard_seed(ticket.ticket_id, ticket.secret, stream, 0), 0, 0, 1)
+        digest.update(payload)
+        await near.send(encode(Piece(stream, sequence, 0, 0, 1, digest.intdigest(), -1, payload)))
         assert decode(await near.receive()) == PieceAck(sequence)
     assert (pair.receiver.counters.stale, pair.receiver.counters.pieces) == (1, 1)
     assert not listener.all("failed")
