@@ -111,6 +111,14 @@ class KVCache:
         else:
             self._host_tokens(layer)[ids, :, columns] = data.reshape(len(ids), -1, columns.stop - columns.start)
 
+    def views(self, layer: int, block_ids: Sequence[int] | np.ndarray) -> list[memoryview] | None:
+        """The bytes of blocks of ``layer`` where they lie, writable; None where they are not in host memory."""
+        if not self.on_host:
+            return None
+        size, ids = self.layout.block_layer_bytes, self._checked_ids(layer, block_ids)
+        memory = self._host_rows[layer].reshape(-1).data
+        return [memory[block * size : (block + 1) * size] for block in ids.tolist()]
+
     def _tokens(self, layer: int) -> torch.Tensor:
         """A view of the layer's bytes, [num_blocks, 2 * block_size, token_bytes]."""
         return self._bytes[layer].view(self.num_blocks, -1, self.layout.token_bytes)
@@ -122,15 +130,19 @@ class KVCache:
     def _checked(
         self, layer: int, block_ids: Sequence[int] | np.ndarray, data: np.ndarray, columns: slice | None
     ) -> np.ndarray:
+        ids = self._checked_ids(layer, block_ids)
+        width = self.layout.token_bytes if columns is None else columns.stop - columns.start
+        wanted = (len(ids), 2 * self.layout.block_size * width)
+        if data.shape != wanted or data.dtype != np.uint8:
+            raise EngineError(f"KV bytes must be uint8 {wanted}, they are {data.dtype} {data.shape}")
+        return ids
+
+    def _checked_ids(self, layer: int, block_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         ids = np.asarray(block_ids, dtype=np.int64)
         if not 0 <= layer < self.layout.num_layers:
             raise EngineError(f"KV layer {layer} is not one of the {self.layout.num_layers} layers")
         if ids.size and ids.view(np.uint64).max() >= self.num_blocks:  # below 0: huge
             raise EngineError(f"KV blocks {ids.min()}..{ids.max()} reach outside the pool of {self.num_blocks}")
-        width = self.layout.token_bytes if columns is None else columns.stop - columns.start
-        wanted = (len(ids), 2 * self.layout.block_size * width)
-        if data.shape != wanted or data.dtype != np.uint8:
-            raise EngineError(f"KV bytes must be uint8 {wanted}, they are {data.dtype} {data.shape}")
         return ids
 
 

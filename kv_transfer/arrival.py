@@ -160,6 +160,32 @@ class Arrival:
             )
         return piece.count * share.scatter.block_bytes
 
+    def views(self, opening: Opening, piece: Piece, pool: BlockPool) -> list[memoryview] | None:
+        """Where the blocks of the piece belong, for a payload that is put there as it comes; None when it has to be
+        copied. While `accepts`, nobody else writes there.
+        """
+        share = self._of(opening)
+        if share is None or share.scatter is None:
+            return None
+        if share.pieces.num_missing_of(piece.layer, piece.first, piece.count) < piece.count:
+            return None
+        return share.scatter.views(pool, piece.layer, piece.first, piece.count)
+
+    def written(self, opening: Opening, piece: Piece, views: Sequence[memoryview], verify: bool) -> int | None:
+        """What `write` does and returns, for a payload that lies in ``views`` already. One that does not verify
+        counts as missing, like before.
+        """
+        share = self._of(opening)
+        if self._forgotten or share is None:
+            return None
+        if verify:
+            digest = checksum(share.seed, piece.layer, piece.first, piece.count)
+            for view in views:
+                digest.update(view)
+            if digest.intdigest() != piece.checksum:
+                return CORRUPT
+        return self._arrived(share, piece)
+
     async def write(
         self, opening: Opening, piece: Piece, payload: Bytes, pool: BlockPool, verify: bool, run_blocking: RunBlocking
     ) -> int | None:
@@ -177,7 +203,10 @@ class Arrival:
                 return None
             if not intact:
                 return CORRUPT
-            fresh = share.pieces.add(piece.layer, piece.first, piece.count)
+            return self._arrived(share, piece)
+
+    def _arrived(self, share: _Share, piece: Piece) -> int:
+        fresh = share.pieces.add(piece.layer, piece.first, piece.count)
         if fresh:
             assert share.scatter is not None
             num_bytes = fresh * share.scatter.block_bytes

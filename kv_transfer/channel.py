@@ -8,9 +8,9 @@ piece travels, inside the message (`transports/inline.py`) or beside it in share
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -73,11 +73,33 @@ class FrameChannel(Protocol):
         """The next frame, None at the end. Raises WorkerLostError, or HandoffError for what is no frame."""
         ...
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        """The payload of a received piece, read-only, valid until its acknowledgement goes through `send`.
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+        """The payload of the piece that was received last, read-only, valid until its acknowledgement goes
+        through `send`.
 
         Raises HandoffError when it is not ``num_bytes`` long or lies outside the shared memory.
         """
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class DirectFrames(FrameChannel, Protocol):
+    """Takes payloads where they lie in the sender's pool, and puts them where they belong in the receiver's: with
+    no staging, there is no copy that the kernel does not make.
+    """
+
+    async def send_parts(self, piece: Piece, staged: Staged, parts: Sequence[memoryview]) -> None:
+        """Sends ``piece`` with ``parts`` as its payload. Nothing reads them once this waits: what is not on its
+        way by then has been copied to ``staged``.
+        """
+        ...
+
+    async def receive_parts(self, piece: Piece, parts: Sequence[memoryview], live: Callable[[], bool]) -> bool:
+        """The payload of the piece that was received last into ``parts``.
+
+        ``live`` is asked before each write. Once it says no, the rest is skipped, and the answer is False.
+        Raises HandoffError when the payload has another length.
+        """
+        ...

@@ -20,6 +20,10 @@ HOT_BYTES = 256 << 10
 """What was just copied is read again for its checksum: so much of it stays in a core's own cache."""
 
 
+DIRECT_BYTES = 16 << 10
+"""Blocks of at least so much in a layer need not be copied together (`channel.DirectFrames`)."""
+
+
 def parts(count: int, block_bytes: int) -> Iterator[tuple[int, int]]:
     """``count`` blocks as (start, stop), about `HOT_BYTES` each."""
     step = max(1, HOT_BYTES // block_bytes)
@@ -42,6 +46,12 @@ class Gather:
         self._rows = plan.target.halves * plan.target.block_size
         self.block_bytes = self._rows * wire.row_bytes
         """Payload of one of the receiver's blocks."""
+
+    def views(self, pool: BlockPool, layer: int, first: int, count: int) -> list[memoryview] | None:
+        """Those blocks where they lie in the pool; None when they have to be copied."""
+        if self._columns is not None or self._wire.encodes or not self._plan.same_blocks:
+            return None
+        return _views(pool, layer, self._block_ids[first : first + count], self.block_bytes)
 
     def read(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes) -> None:
         """The receiver's blocks ``first .. first + count`` into ``out``, uint8 [count * block_bytes]."""
@@ -87,6 +97,12 @@ class Scatter:
         self._columns = _part(plan.target_columns, plan.target.token_bytes)
         self.block_bytes = plan.target.halves * plan.target.block_size * wire.row_bytes
 
+    def views(self, pool: BlockPool, layer: int, first: int, count: int) -> list[memoryview] | None:
+        """Where those blocks belong in the pool; None when they have to be copied there."""
+        if self._columns is not None or self._wire.decodes:
+            return None
+        return _views(pool, layer, self._block_ids[first : first + count], self.block_bytes)
+
     def write(
         self, pool: BlockPool, layer: int, first: int, count: int, payload: Bytes, which: NDArray[np.intp] | None = None
     ) -> None:
@@ -96,6 +112,11 @@ class Scatter:
         if which is not None:
             rows, ids = rows[which], ids[which]
         pool.write_blocks(layer, ids, rows, self._columns)
+
+
+def _views(pool: BlockPool, layer: int, ids: NDArray[np.int64], block_bytes: int) -> list[memoryview] | None:
+    """None for small blocks: one copy of all costs less than handling each."""
+    return pool.views(layer, ids) if block_bytes >= DIRECT_BYTES else None
 
 
 def _part(columns: slice, token_bytes: int) -> slice | None:

@@ -81,8 +81,8 @@ class FaultyFrames:
         if room is not None:
             self._channel.release(room)
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        return self._channel.payload(piece, num_bytes)
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+        return await self._channel.payload(piece, num_bytes)
 
     async def close(self) -> None:
         await self._channel.close()

@@ -13,14 +13,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, WorkerLostError, from_wire
 from common.lifecycle import Tasks
 from common.messages import Ticket, TransferCounters
 from kv_transfer.blocking import RunBlocking
-from kv_transfer.channel import FrameChannel, Staged
+from kv_transfer.channel import DirectFrames, FrameChannel, Staged
 from kv_transfer.frames import (
     INLINE,
     TRANSFER_VERSION,
@@ -38,8 +38,11 @@ from kv_transfer.plan import ShardPlan
 from kv_transfer.pool import BlockPool
 from kv_transfer.push import Push
 
-FRAME_BYTES = 1 << 20
-"""Payload of one piece frame: large enough to cost little, small enough to be verified in the cache."""
+FRAME_BYTES = 2 << 20
+LEAST_FRAME_BYTES = 256 << 10
+"""Payload of one piece frame: as much as is under way already, within these. So the receiver has something to do
+soon, and a long prompt takes few frames.
+"""
 
 FRAMES_IN_FLIGHT = 4
 """At least so many piece frames fit into staging: while one is copied, others travel."""
@@ -61,6 +64,7 @@ class Link:
         self.transport = transport
         self.lost: BatonError | None = None
         self._channel = channel
+        self._direct = channel if isinstance(channel, DirectFrames) else None
         self._pool = pool
         self._wires = config.wire_formats
         self._frame_bytes = max(1, min(FRAME_BYTES, config.staging_bytes // FRAMES_IN_FLIGHT))
@@ -73,6 +77,7 @@ class Link:
         self._turns: dict[int, Push] = {}
         self._control: deque[Frame] = deque()
         self._in_flight: dict[int, tuple[Staged, Push]] = {}
+        self._in_flight_bytes = 0
         self._opened_behind: dict[int, int] = {}
         """Stream → the last piece that left before its `Open`, until that is answered."""
         self._wake = asyncio.Event()
@@ -171,7 +176,8 @@ class Link:
         stream, push = next(iter(self._turns.items()), (0, None))
         if push is None:
             return False
-        run = push.next_run(max(1, self._frame_bytes // push.block_bytes))
+        frame_bytes = min(self._frame_bytes, max(LEAST_FRAME_BYTES, self._in_flight_bytes))
+        run = push.next_run(max(1, frame_bytes // push.block_bytes))
         if run is None:
             del self._turns[stream]
             commit = push.take_commit()
@@ -184,7 +190,8 @@ class Link:
             return False
         self._turns[stream] = self._turns.pop(stream)  # behind all others
         try:
-            digest = await push.read(run, staged.buffer, self._pool, self._run_blocking)
+            lent = push.lend(run, self._pool) if self._direct is not None else None
+            digest = lent[0] if lent is not None else await self._copy(push, run, staged)
         except Exception as error:  # the top of this handoff: its neighbours go on
             text = f"cannot read blocks {first} to {first + count} of layer {layer} from the pool: {error!r}"
             push.fail(HandoffError(text), text)
@@ -194,11 +201,19 @@ class Link:
             return True
         self._last_sequence = sequence = self._last_sequence + 1
         self._in_flight[sequence] = staged, push
-        payload = staged.buffer.data if staged.offset == INLINE else b""
-        await self._channel.send(Piece(stream, sequence, layer, first, count, digest, staged.offset, payload))
+        self._in_flight_bytes += len(staged.buffer)
         self._counters.pieces += count
         self._counters.num_bytes += len(staged.buffer)
+        payload = staged.buffer.data if staged.offset == INLINE else b""
+        piece = Piece(stream, sequence, layer, first, count, digest, staged.offset, payload)
+        if self._direct is not None and lent is not None:
+            await self._direct.send_parts(piece, staged, lent[1])
+        else:
+            await self._channel.send(piece)
         return True
+
+    def _copy(self, push: Push, run: tuple[int, int, int], staged: Staged) -> Awaitable[int | None]:
+        return push.read(run, staged.buffer, self._pool, self._run_blocking)
 
     def _open(self, push: Push, verify: bool, wire: str) -> None:
         push.opened(verify, wire)
@@ -218,6 +233,7 @@ class Link:
     def _release(self, sequence: int) -> None:
         """The room of this piece is free again."""
         staged, push = self._in_flight.pop(sequence)
+        self._in_flight_bytes -= len(staged.buffer)
         self._channel.release(staged)
         push.progressed()
         self._wake.set()

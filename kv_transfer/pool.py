@@ -35,6 +35,10 @@ class BlockPool(Protocol):
         """Copies ``data``, uint8 [len(block_ids), bytes of a block (or its columns)], into ``layer`` of the blocks."""
         ...
 
+    def views(self, layer: int, block_ids: BlockIds) -> list[memoryview] | None:
+        """``layer`` of the blocks where they lie, writable; None where they do not lie in host memory."""
+        ...
+
 
 class NumpyPool:
     """``num_blocks`` blocks in one array ``data``, uint8 [num_layers, num_blocks, block_layer_bytes]."""
@@ -57,6 +61,9 @@ class NumpyPool:
         else:
             tokens = self._tokens(layer)
             tokens[ids, :, columns] = data.reshape(len(ids), tokens.shape[1], -1)
+
+    def views(self, layer: int, block_ids: BlockIds) -> list[memoryview] | None:
+        return [self.data[layer, block].data for block in block_ids]
 
     def block(self, block_id: int) -> bytes:
         """All layers of one block."""

@@ -158,6 +158,21 @@ class Push:
             digest = await uninterrupted(run_blocking(self._copy_out, pool, layer, first, count, out))
             return None if self.is_over else digest
 
+    def lend(self, run: tuple[int, int, int], pool: BlockPool) -> tuple[int, list[memoryview]] | None:
+        """Takes ``run`` off the queue: the checksum of its blocks, and the blocks where they lie in the pool. They
+        may be read until the caller's task waits. None when they have to be copied (`read`).
+        """
+        layer, first, count = run
+        assert self._gather is not None
+        views = self._gather.views(pool, layer, first, count)
+        if views is None:
+            return None
+        self._queue.drop(count)
+        digest = checksum(self._seed, layer, first, count)
+        for view in views if self._verify else ():
+            digest.update(view)
+        return digest.intdigest(), views
+
     def take_commit(self) -> Commit | None:
         """The commit, once, when every piece is on its way."""
         commit, self._commit = self._commit, None

@@ -23,7 +23,7 @@ from common.lifecycle import Tasks
 from common.messages import HandoffReceipt, Ticket, TransferCounters, TransportOffer
 from kv_transfer.arrival import CORRUPT, Arrival, ArrivalListener, Opening, check_ticket
 from kv_transfer.blocking import CopyThread, RunBlocking
-from kv_transfer.channel import ByteChannel, FrameChannel
+from kv_transfer.channel import ByteChannel, DirectFrames, FrameChannel
 from kv_transfer.frames import Abort, Commit, Error, Frame, Missing, Open, OpenAck, Piece, PieceAck, Receipt
 from kv_transfer.pool import BlockPool
 from kv_transfer.transport import CarriedTransport, Transport
@@ -138,14 +138,20 @@ class Receiver:
         arrival.check_secret(frame.secret)
         return arrival
 
-    async def write(self, arrival: Arrival, opening: Opening, channel: FrameChannel, piece: Piece) -> None:
-        """Copies a piece into the pool if its ticket is live and it verifies. Raises HandoffError when it is
-        none of the ticket's.
+    async def write(
+        self, arrival: Arrival, opening: Opening, channel: FrameChannel, direct: DirectFrames | None, piece: Piece
+    ) -> None:
+        """Puts a piece into the pool if its ticket is live and it verifies. ``direct``: the channel, if it can do
+        without a copy. Raises HandoffError when it is none of the ticket's.
         """
         num_bytes = arrival.payload_bytes(opening, piece)
         fresh: int | None = None
-        if num_bytes is not None:
-            payload = channel.payload(piece, num_bytes)
+        views = arrival.views(opening, piece, self._pool) if direct is not None else None
+        if direct is not None and views is not None:
+            if await direct.receive_parts(piece, views, lambda: arrival.accepts(opening)):
+                fresh = arrival.written(opening, piece, views, self._config.verify)
+        elif num_bytes is not None:
+            payload = await channel.payload(piece, num_bytes)
             fresh = await arrival.write(opening, piece, payload, self._pool, self._config.verify, self._run_blocking)
         if fresh is None:
             self.counters.stale += piece.count
@@ -175,6 +181,7 @@ class _ServedChannel:
         self._receiver = receiver
         self._counters = receiver.counters
         self._channel = channel
+        self._direct = channel if isinstance(channel, DirectFrames) else None
         self._streams: dict[int, tuple[Opening, Arrival]] = {}
         self._sending = asyncio.Lock()
 
@@ -266,7 +273,7 @@ class _ServedChannel:
             try:
                 if self._receiver.failpoints:
                     await self._receiver.failpoints.reach("receive")
-                await self._receiver.write(arrival, opening, self._channel, piece)
+                await self._receiver.write(arrival, opening, self._channel, self._direct, piece)
             except BatonError as error:
                 refusal = error.with_traceback(None)  # whoever keeps it would keep the staging memory
             except Exception as error:  # the top of this handoff: its neighbours go on

@@ -124,7 +124,7 @@ class BesideFrames:
             raise frame
         return frame
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         self._check()
         if self._size != num_bytes:
             raise HandoffError(f"a piece of {num_bytes} bytes was announced with {self._size}")

@@ -37,10 +37,12 @@ class Connection:
     def closed_here(self) -> bool:
         return isinstance(self._over, ClosedHereError)
 
-    async def write(self, parts: Sequence[memoryview | bytes]) -> None:
+    async def write(self, parts: Sequence[memoryview | bytes], room: memoryview | None = None) -> None:
         """Sends all of ``parts``, in one message where the socket keeps borders.
 
-        Cancelled half-way it ends the connection: nothing could follow half a message.
+        ``room``: as long as all parts but the first together. Those are then not read any more once this waits:
+        what is left of them is copied there. Cancelled half-way it ends the connection: nothing could follow half a
+        message.
         """
         rest = [memoryview(part) for part in parts if len(part)]
         while rest:
@@ -48,6 +50,8 @@ class Connection:
             try:
                 sent = self.socket.sendmsg(rest)
             except BlockingIOError:
+                if room is not None:
+                    rest, room = _moved(rest, room), None
                 try:
                     await self._wait("write", self._loop.add_writer, self._loop.remove_writer)
                 except asyncio.CancelledError:
@@ -56,16 +60,30 @@ class Connection:
                 continue
             except OSError as error:
                 raise self._lose(error) from error
-            while rest and sent >= len(rest[0]):
-                sent -= len(rest.pop(0))
-            if sent:
-                rest[0] = rest[0][sent:]
+            rest = _after(rest, sent)
 
-    def read_now(self, view: memoryview) -> int | None:
-        """How many bytes were received into ``view``, 0 at the end; None when there are none right now."""
+    async def fill(self, parts: Sequence[memoryview], live: Callable[[], bool] | None = None) -> int:
+        """Receives into all of ``parts``. Returns how many bytes are left, when ``live`` says no meanwhile: it is
+        asked before each write. Raises WorkerLostError when the connection ends before.
+        """
+        rest = [part for part in parts if len(part)]
+        while rest:
+            if live is not None and not live():
+                return sum(map(len, rest))
+            count = self.read_now(rest)
+            if count is None:
+                await self.readable()
+            elif count == 0:
+                raise WorkerLostError(f"{self._what} ended in the middle of a frame")
+            else:
+                rest = _after(rest, count)
+        return 0
+
+    def read_now(self, parts: Sequence[memoryview]) -> int | None:
+        """How many bytes were received into ``parts``, 0 at the end; None when there are none right now."""
         self.check()
         try:
-            return self.socket.recv_into(view)
+            return self.socket.recv_into(parts[0]) if len(parts) == 1 else self.socket.recvmsg_into(parts)[0]
         except BlockingIOError:
             return None
         except OSError as error:
@@ -131,3 +149,25 @@ class Connection:
 def _wake(future: asyncio.Future[None]) -> None:
     if not future.done():
         future.set_result(None)
+
+
+def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``parts`` behind their first ``count`` bytes."""
+    done = 0
+    while done < len(parts) and count >= len(parts[done]):
+        count -= len(parts[done])
+        done += 1
+    rest = parts[done:]
+    if count:
+        rest[0] = rest[0][count:]
+    return rest
+
+
+def _moved(parts: list[memoryview], room: memoryview) -> list[memoryview]:
+    """``parts`` with all that `write` must not read any more copied to ``room``."""
+    head = parts[:1] if sum(map(len, parts)) > len(room) else []
+    start = end = len(room) - sum(map(len, parts[len(head) :]))
+    for part in parts[len(head) :]:
+        room[end : end + len(part)] = part
+        end += len(part)
+    return [*head, room[start:]]

@@ -33,7 +33,7 @@ class InlineFrames:
         data = await self._channel.receive()
         return decode(data) if data else None
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         if piece.offset != INLINE:
             raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
         if len(piece.payload) != num_bytes:

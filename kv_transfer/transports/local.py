@@ -67,7 +67,7 @@ class LocalFrames:
             await self._changed.wait()
         return None if self._closed_here else self._inbox.popleft()
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         if len(piece.payload) != num_bytes:
             raise HandoffError(f"a piece of {num_bytes} bytes came with {len(piece.payload)}")
         payload = np.frombuffer(piece.payload, dtype=np.uint8)

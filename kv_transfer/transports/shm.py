@@ -41,7 +41,7 @@ MAX_MESSAGE_BYTES = 32 << 10
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _CREDENTIALS = struct.Struct("3i")
 
-WINDOW_BYTES = 8 << 20
+WINDOW_BYTES = 16 << 20
 """Staging is no larger: what is used again soon is still in the cache, for both ends."""
 
 ACKS_TOGETHER = 4
@@ -80,18 +80,18 @@ class SharedFrames:
             if self._without_wait >= FRAMES_IN_A_TURN:  # others on this loop have to have theirs
                 self._without_wait = 0
                 await asyncio.sleep(0)
-            count = self._connection.read_now(view)
+            count = self._connection.read_now([view])
             while count is None:
                 self._without_wait = 0
                 for due in self._unsaid.take():
                     await self._send(due)
                 await self._connection.readable()
-                count = self._connection.read_now(view)
+                count = self._connection.read_now([view])
         except ClosedHereError:
             return None
         return decode(bytes(view[:count])) if count else None
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         memory = self._mapped()
         if piece.offset == INLINE or len(piece.payload):
             raise HandoffError(f"a piece of {num_bytes} bytes came in its frame instead of shared memory")

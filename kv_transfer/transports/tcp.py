@@ -4,12 +4,16 @@
       connect to the offer's address ─────────────────▶ accept
       hello + the offer's token ──────────────────────▶ equal? (within a deadline)
       ◀───────────────────────────────────── welcome
-      lengths, header, payload (one sendmsg) ─────────▶ received into one buffer, verified, copied into the pool
+      lengths, header, blocks (one sendmsg) ──────────▶ received into the pool's blocks, verified
       ◀───────────────────────────── acknowledgement    one for all pieces that lay ready
 
 Offers travel over channels that authenticate their peers, and the token with them: whoever has it has been
 given a ticket. Nothing is encrypted. What is no frame ends the channel, never the worker. While a piece is
-copied, the next ones arrive in the kernel's buffers.
+verified, the next ones arrive in the kernel's buffers.
+
+Blocks go from pool to pool without a copy of our own where they are large enough and alike on both sides; else
+they are copied together into one buffer, and from one. Either way it is the receiver's process that writes into
+its pool, and it asks before each write whether the ticket is still live.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import hmac
 import secrets
 import socket
 import struct
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,6 +54,7 @@ MAX_HEADER_BYTES = 32 << 10
 
 SOCKET_BUFFER_BYTES = 4 << 20
 ACKS_TOGETHER = 8
+WASTE_BYTES = 256 << 10
 TURN_BYTES = 4 << 20
 """After so much without a wait the loop's other tasks have their turn."""
 
@@ -65,7 +71,7 @@ _OPTIONS = (
 
 
 class TcpFrames:
-    """A FrameChannel over a connected socket. ``capacity_bytes`` bounds what is not acknowledged."""
+    """A DirectFrames over a connected socket. ``capacity_bytes`` bounds what is not acknowledged."""
 
     def __init__(self, sock: socket.socket, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -76,7 +82,9 @@ class TcpFrames:
         self._lengths = bytearray(_LENGTHS.size)
         self._header = bytearray(MAX_HEADER_BYTES)
         self._arrived: Bytes = np.empty(0, dtype=np.uint8)
-        self._sent_bytes = self._received_bytes = 0
+        self._due_bytes = 0
+        """Payload of the frame that was received last and that nobody has asked for yet."""
+        self._moved_bytes = 0
 
     def stage(self, num_bytes: int) -> Staged | None:
         if self._staged_bytes + num_bytes > self.capacity_bytes:
@@ -90,10 +98,22 @@ class TcpFrames:
 
     async def send(self, frame: Frame) -> None:
         for due in self._unsaid.before(frame):
-            await self._send(due)
+            if isinstance(due, Piece):
+                await self._connection.write([_header(piece_header(due), len(due.payload)), due.payload])
+                if isinstance(due.payload, memoryview):
+                    self._buffers.take_back(due.payload.obj)  # the kernel has its copy
+                await self._turn(len(due.payload))
+            else:
+                await self._connection.write([_header(encode(due), 0)])
+
+    async def send_parts(self, piece: Piece, staged: Staged, parts: Sequence[memoryview]) -> None:
+        await self._connection.write([_header(piece_header(piece), len(staged.buffer)), *parts], staged.buffer.data)
+        self._buffers.take_back(staged.buffer)
+        await self._turn(len(staged.buffer))
 
     async def receive(self) -> Frame | None:
         self._connection.check()
+        await self._skip()
         lengths = memoryview(self._lengths)
         if not await self._begins(lengths):
             return None
@@ -104,75 +124,79 @@ class TcpFrames:
                 f"this one {header_bytes} and {payload_bytes}"
             )
         header = memoryview(self._header)[:header_bytes]
-        await self._fill(header)
+        await self._connection.fill([header])
         frame = decode(bytes(header))
-        if payload_bytes:
-            if not isinstance(frame, Piece):
-                raise HandoffError(f"a {type(frame).__name__} frame came with {payload_bytes} bytes of payload")
-            if len(self._arrived) < payload_bytes:
-                self._arrived = np.empty(payload_bytes, dtype=np.uint8)
-            payload = self._arrived[:payload_bytes].data
-            await self._fill(payload)
-            place = (frame.stream, frame.sequence, frame.layer, frame.first, frame.count)
-            frame = Piece(*place, frame.checksum, frame.offset, payload.toreadonly())
-            self._received_bytes = await _turn(self._received_bytes + payload_bytes)
+        if payload_bytes and not isinstance(frame, Piece):
+            raise HandoffError(f"a {type(frame).__name__} frame came with {payload_bytes} bytes of payload")
+        self._due_bytes = payload_bytes
         return frame
 
-    def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        if piece.offset != INLINE:
-            raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
-        if len(piece.payload) != num_bytes:
-            raise HandoffError(f"a piece of {num_bytes} bytes came with {len(piece.payload)}")
-        return np.frombuffer(piece.payload, dtype=np.uint8)
+    async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
+        self._check_length(piece, num_bytes)
+        if len(self._arrived) < num_bytes:
+            self._arrived = np.empty(num_bytes, dtype=np.uint8)
+        payload = self._arrived[:num_bytes]
+        await self._take([payload.data])
+        payload = payload.view()
+        payload.flags.writeable = False
+        return payload
+
+    async def receive_parts(self, piece: Piece, parts: Sequence[memoryview], live: Callable[[], bool]) -> bool:
+        self._check_length(piece, sum(map(len, parts)))
+        return await self._take(parts, live)
 
     async def close(self) -> None:
         await self._connection.close(linger=True)
 
-    async def _send(self, frame: Frame) -> None:
-        payload: memoryview | bytes = b""
-        if isinstance(frame, Piece):
-            header, payload = piece_header(frame), frame.payload
-        else:
-            header = encode(frame)
-        if len(header) > MAX_HEADER_BYTES:
-            raise HandoffError(f"a TCP channel takes frames of {MAX_HEADER_BYTES} bytes, got {len(header)}")
-        await self._connection.write([_LENGTHS.pack(len(header), len(payload)) + header, payload])
-        if isinstance(payload, memoryview):
-            self._buffers.take_back(payload.obj)  # the kernel has its copy
-            self._sent_bytes = await _turn(self._sent_bytes + len(payload))
+    def _check_length(self, piece: Piece, num_bytes: int) -> None:
+        if piece.offset != INLINE:
+            raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
+        if self._due_bytes != num_bytes:
+            raise HandoffError(f"a piece of {num_bytes} bytes came with {self._due_bytes}")
+
+    async def _take(self, parts: Sequence[memoryview], live: Callable[[], bool] | None = None) -> bool:
+        """The payload that is due into ``parts``; False when ``live`` said no before all was there."""
+        due, left = self._due_bytes, await self._connection.fill(parts, live)
+        self._due_bytes = left
+        await self._turn(due - left)
+        return left == 0
+
+    async def _skip(self) -> None:
+        """What came is not wanted."""
+        while self._due_bytes:
+            waste = self._buffers.lend(min(self._due_bytes, WASTE_BYTES))
+            await self._connection.fill([waste.data])
+            self._due_bytes -= len(waste)
+            self._buffers.take_back(waste)
 
     async def _begins(self, view: memoryview) -> bool:
         """Receives ``view``, the beginning of a frame; False at the end of the channel."""
         try:
-            count = self._connection.read_now(view)
+            count = self._connection.read_now([view])
             while count is None:
                 for due in self._unsaid.take():
-                    await self._send(due)
+                    await self._connection.write([_header(encode(due), 0)])
                 await self._connection.readable()
-                count = self._connection.read_now(view)
+                count = self._connection.read_now([view])
         except ClosedHereError:
             return False
         if count:
-            await self._fill(view[count:])
+            await self._connection.fill([view[count:]])
         return count > 0
 
-    async def _fill(self, view: memoryview) -> None:
-        while len(view):
-            count = self._connection.read_now(view)
-            if count is None:
-                await self._connection.readable()
-            elif count == 0:
-                raise WorkerLostError("a TCP channel ended in the middle of a frame")
-            else:
-                view = view[count:]
+    async def _turn(self, num_bytes: int) -> None:
+        """Lets the loop's other tasks have their turn from time to time."""
+        self._moved_bytes += num_bytes
+        if self._moved_bytes >= TURN_BYTES:
+            self._moved_bytes = 0
+            await asyncio.sleep(0)
 
 
-async def _turn(num_bytes: int) -> int:
-    """Lets the loop's other tasks have their turn from time to time; returns how much has passed since."""
-    if num_bytes < TURN_BYTES:
-        return num_bytes
-    await asyncio.sleep(0)
-    return 0
+def _header(frame: bytes, payload_bytes: int) -> bytes:
+    """What goes before the payload."""
+    if len(frame) > MAX_HEADER_BYTES:
+        raise HandoffError(f"a TCP channel takes frames of {MAX_HEADER_BYTES} bytes, got {len(frame)}")
+    return _LENGTHS.pack(len(frame), payload_bytes) + frame
 
 
 class Tcp:

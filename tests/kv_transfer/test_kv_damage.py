@@ -26,6 +26,7 @@ PIECES = NUM_BLOCKS * LAYOUT.num_layers
 @pytest.fixture(autouse=True)
 def one_piece_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kv_transfer.link.FRAME_BYTES", LAYOUT.block_layer_bytes)
+    monkeypatch.setattr("kv_transfer.copies.DIRECT_BYTES", 1)  # TCP's way of large blocks
 
 
 async def serve(prefill: PrefillEnd, decode_end: DecodeEnd, names: list[str]) -> None:
