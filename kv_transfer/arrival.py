@@ -16,7 +16,7 @@ from common.errors import BatonError, HandoffError, IntegrityError, LayoutMismat
 from common.messages import ContextTokens, FinishReason, HandoffCommit, HandoffReceipt, KVLayout, Ticket
 from kv_transfer.blocking import RunBlocking, uninterrupted
 from kv_transfer.channel import Bytes
-from kv_transfer.copies import Scatter, make_wire
+from kv_transfer.copies import Scatter, make_wire, nobody
 from kv_transfer.frames import TRANSFER_VERSION, Commit, Open, Piece, checksum, shard_seed
 from kv_transfer.layout import check_compatible
 from kv_transfer.pieces import PieceSet
@@ -286,19 +286,22 @@ class Arrival:
 
     @staticmethod
     def _copy_in(share: _Share, piece: Piece, payload: Bytes, pool: BlockPool, verify: bool) -> bool:
-        """False: the piece does not verify, and nothing was written."""
-        scatter, layer, first, count = share.scatter, piece.layer, piece.first, piece.count
+        """False: the piece does not verify. What of it lies in the pool by then counts as missing, like before;
+        blocks that have arrived are not touched.
+        """
+        scatter, place = share.scatter, (piece.layer, piece.first, piece.count)
         assert scatter is not None
-        num_missing = share.pieces.num_missing_of(layer, first, count)
+        num_missing = share.pieces.num_missing_of(*place)
         if num_missing == 0:
             return True
-        if verify:
-            digest = checksum(share.seed, layer, first, count)
-            digest.update(payload.data)
-            if digest.intdigest() != piece.checksum:
-                return False
-        which = None if num_missing == count else share.pieces.missing(layer, first, count)
-        scatter.write(pool, layer, first, count, payload, which)
+        digest = checksum(share.seed, *place)
+        if num_missing == piece.count:
+            scatter.write(pool, *place, payload, digest.update if verify else nobody)
+            return not verify or digest.intdigest() == piece.checksum
+        digest.update(payload.data)
+        if verify and digest.intdigest() != piece.checksum:
+            return False
+        scatter.write_some(pool, *place, payload, share.pieces.missing(*place))
         return True
 
 

@@ -50,6 +50,8 @@ async def uninterrupted(copy: asyncio.Future[T]) -> T:
     A copy in a thread cannot be stopped: whoever waits for it to be over must not believe that a
     cancelled task has ended it. One that is over already costs nothing.
     """
+    if copy.done():
+        return copy.result()
     cancelled: asyncio.CancelledError | None = None
     while not copy.done():
         try:

@@ -6,7 +6,7 @@ format; tokens after the last one are zeros. Where both pools lie alike it is wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,18 +17,20 @@ from kv_transfer.pool import BlockPool
 from kv_transfer.wire import Wire
 
 HOT_BYTES = 256 << 10
-"""What was just copied is read again for its checksum: so much of it stays in a core's own cache."""
-
+"""What was copied is read again for its checksum, so both go part by part: so much stays in a core's own cache."""
 
 DIRECT_BYTES = 16 << 10
 """Blocks of at least so much in a layer need not be copied together (`channel.DirectFrames`)."""
 
+ALONE_BYTES = 64 << 10
+"""Blocks of at least so much in a layer are copied one by one; smaller ones in one operation."""
 
-def parts(count: int, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """``count`` blocks as (start, stop), about `HOT_BYTES` each."""
-    step = max(1, HOT_BYTES // block_bytes)
-    for start in range(0, count, step):
-        yield start, min(start + step, count)
+Feed = Callable[[memoryview], object]
+"""Takes the payload, part after part, in order: for a checksum."""
+
+
+def nobody(part: memoryview) -> None:
+    """A `Feed` for those who make no checksum."""
 
 
 def make_wire(plan: ShardPlan, name: str) -> Wire:
@@ -53,8 +55,23 @@ class Gather:
             return None
         return _views(pool, layer, self._block_ids[first : first + count], self.block_bytes)
 
-    def read(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes) -> None:
+    def read(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes, feed: Feed) -> None:
         """The receiver's blocks ``first .. first + count`` into ``out``, uint8 [count * block_bytes]."""
+        views = self.views(pool, layer, first, count) if self.block_bytes >= ALONE_BYTES else None
+        if views is not None:
+            for number, view in enumerate(views):
+                block = out.data[number * self.block_bytes : (number + 1) * self.block_bytes]
+                for start in range(0, self.block_bytes, HOT_BYTES):
+                    part = block[start : start + HOT_BYTES]
+                    part[:] = view[start : start + HOT_BYTES]
+                    feed(part)
+            return
+        for start, stop in _parts(count, self.block_bytes):
+            some = out[start * self.block_bytes : stop * self.block_bytes]
+            self._read(pool, layer, first + start, stop - start, some)
+            feed(some.data)
+
+    def _read(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes) -> None:
         plan = self._plan
         if plan.same_blocks:
             ids = self._block_ids[first : first + count]
@@ -103,15 +120,41 @@ class Scatter:
             return None
         return _views(pool, layer, self._block_ids[first : first + count], self.block_bytes)
 
-    def write(
-        self, pool: BlockPool, layer: int, first: int, count: int, payload: Bytes, which: NDArray[np.intp] | None = None
+    def write(self, pool: BlockPool, layer: int, first: int, count: int, payload: Bytes, feed: Feed) -> None:
+        """The ticket's blocks ``first .. first + count`` out of ``payload``."""
+        views = self.views(pool, layer, first, count) if self.block_bytes >= ALONE_BYTES else None
+        if views is not None:
+            for number, view in enumerate(views):
+                block = payload.data[number * self.block_bytes : (number + 1) * self.block_bytes]
+                for start in range(0, self.block_bytes, HOT_BYTES):
+                    place = view[start : start + HOT_BYTES]
+                    place[:] = block[start : start + HOT_BYTES]
+                    feed(place)  # what lies there now
+            return
+        for start, stop in _parts(count, self.block_bytes):
+            some = payload[start * self.block_bytes : stop * self.block_bytes]
+            self._write(pool, layer, self._block_ids[first + start : first + stop], self._rows(some, stop - start))
+            feed(some.data)
+
+    def write_some(
+        self, pool: BlockPool, layer: int, first: int, count: int, payload: Bytes, which: NDArray[np.intp]
     ) -> None:
-        """The ticket's blocks ``first .. first + count`` in ``payload``; of them only those at ``which``."""
-        rows = payload.reshape(count, -1) if not self._wire.decodes else self._wire.decode(payload).reshape(count, -1)
-        ids = self._block_ids[first : first + count]
-        if which is not None:
-            rows, ids = rows[which], ids[which]
+        """Of those blocks only the ones at ``which``."""
+        ids = self._block_ids[first : first + count][which]
+        self._write(pool, layer, ids, self._rows(payload, count)[which])
+
+    def _rows(self, payload: Bytes, count: int) -> Bytes:
+        return (self._wire.decode(payload) if self._wire.decodes else payload).reshape(count, -1)
+
+    def _write(self, pool: BlockPool, layer: int, ids: NDArray[np.int64], rows: Bytes) -> None:
         pool.write_blocks(layer, ids, rows, self._columns)
+
+
+def _parts(count: int, block_bytes: int) -> Iterator[tuple[int, int]]:
+    """``count`` blocks as (start, stop), about `HOT_BYTES` each."""
+    step = max(1, HOT_BYTES // block_bytes)
+    for start in range(0, count, step):
+        yield start, min(start + step, count)
 
 
 def _views(pool: BlockPool, layer: int, ids: NDArray[np.int64], block_bytes: int) -> list[memoryview] | None:

@@ -179,11 +179,14 @@ def checksum(seed: int, layer: int, first: int, count: int) -> xxhash.xxh3_64:
 
 def encode(frame: Frame) -> bytes:
     """The frame as one message. Raises HandoffError when a field does not fit."""
+    if isinstance(frame, Piece):
+        header = piece_header(frame)
+        return b"".join((header, frame.payload)) if len(frame.payload) else header
     try:
         fields = _encode_fields(frame)
     except (struct.error, UnicodeEncodeError) as error:
         raise HandoffError(f"a {type(frame).__name__} frame cannot be encoded: {error}") from error
-    return fields if isinstance(frame, Piece) else fields + _CHECK.pack(_check(fields))
+    return fields + _CHECK.pack(_check(fields))
 
 
 def piece_header(piece: Piece) -> bytes:
@@ -202,7 +205,7 @@ def _check(fields: bytes | memoryview) -> int:
     return xxhash.xxh32_intdigest(fields)
 
 
-def _encode_fields(frame: Frame) -> bytes:
+def _encode_fields(frame: Open | OpenAck | PieceAck | Commit | Receipt | Abort | Error | Missing) -> bytes:
     kind = _KINDS[type(frame)]
     match frame:
         case Open():
@@ -219,9 +222,6 @@ def _encode_fields(frame: Frame) -> bytes:
             )
         case OpenAck():
             return _OPEN_ACK.pack(kind, frame.stream, frame.verify) + _pack_text(frame.wire)
-        case Piece():
-            header = piece_header(frame)
-            return b"".join((header, frame.payload)) if len(frame.payload) else header
         case PieceAck():
             return _PIECE_ACK.pack(kind, frame.sequence)
         case Commit():
@@ -240,24 +240,32 @@ def _encode_fields(frame: Frame) -> bytes:
             return b"".join((_TEXTS.pack(kind, frame.stream), *runs))
 
 
-def decode(data: bytes) -> Frame:
-    """The frame in ``data``. Raises HandoffError for anything that `encode` does not produce."""
+def decode(data: bytes | memoryview) -> Frame:
+    """The frame in ``data``, of which a piece keeps its payload. Raises HandoffError for anything that `encode` does
+    not produce.
+    """
     if not 0 < len(data) <= MAX_FRAME_BYTES:
         raise HandoffError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, this one has {len(data)}")
-    decoder = _DECODERS.get(data[0])
-    if decoder is None:
-        raise HandoffError(f"frame kinds are {', '.join(map(str, _DECODERS))}, got {data[0]}")
-    reader = _Reader(data)
-    if data[0] != _KINDS[Piece]:
-        reader = _Reader(data[: -_CHECK.size])
-        if data[-_CHECK.size :] != _CHECK.pack(_check(reader.data)):
-            raise HandoffError(f"a frame of kind {data[0]} and {len(data)} bytes does not verify: it is damaged")
+    kind = data[0]
     try:
-        frame = decoder(reader)
+        if kind == _KINDS[Piece]:
+            _, stream, sequence, layer, first, count, digest, offset = _PIECE.unpack_from(data)
+            return Piece(stream, sequence, layer, first, count, digest, offset, memoryview(data)[_PIECE.size :])
+        return _decode_control(kind, bytes(data))
     except (struct.error, UnicodeDecodeError) as error:
-        raise HandoffError(f"a frame of kind {data[0]} and {len(data)} bytes is malformed: {error}") from error
+        raise HandoffError(f"a frame of kind {kind} and {len(data)} bytes is malformed: {error}") from error
+
+
+def _decode_control(kind: int, data: bytes) -> Frame:
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise HandoffError(f"frame kinds are {', '.join(map(str, _KINDS.values()))}, got {kind}")
+    reader = _Reader(data[: -_CHECK.size])
+    if data[-_CHECK.size :] != _CHECK.pack(_check(reader.data)):
+        raise HandoffError(f"a frame of kind {kind} and {len(data)} bytes does not verify: it is damaged")
+    frame = decoder(reader)
     if reader.position != len(reader.data):
-        raise HandoffError(f"a frame of kind {data[0]} has {len(reader.data) - reader.position} bytes too many")
+        raise HandoffError(f"a frame of kind {kind} has {len(reader.data) - reader.position} bytes too many")
     return frame
 
 
@@ -333,11 +341,6 @@ def _read_open_ack(reader: _Reader) -> OpenAck:
     return OpenAck(stream, bool(verify), reader.text())
 
 
-def _read_piece(reader: _Reader) -> Piece:
-    _, stream, sequence, layer, first, count, digest, offset = reader.fields(_PIECE)
-    return Piece(stream, sequence, layer, first, count, digest, offset, reader.rest())
-
-
 def _read_piece_ack(reader: _Reader) -> PieceAck:
     return PieceAck(reader.fields(_PIECE_ACK)[1])
 
@@ -372,7 +375,6 @@ def _read_error(reader: _Reader) -> Error:
 _DECODERS: dict[int, Callable[[_Reader], Frame]] = {
     _KINDS[Open]: _read_open,
     _KINDS[OpenAck]: _read_open_ack,
-    _KINDS[Piece]: _read_piece,
     _KINDS[PieceAck]: _read_piece_ack,
     _KINDS[Commit]: _read_commit,
     _KINDS[Receipt]: _read_receipt,

@@ -16,7 +16,7 @@ from common.errors import BatonError, HandoffError, IntegrityError
 from common.messages import HandoffCommit, HandoffReceipt, Ticket
 from kv_transfer.blocking import RunBlocking, uninterrupted
 from kv_transfer.channel import Bytes
-from kv_transfer.copies import Gather, make_wire, parts
+from kv_transfer.copies import Gather, make_wire, nobody
 from kv_transfer.frames import Commit, checksum, shard_seed
 from kv_transfer.pieces import PieceQueue
 from kv_transfer.plan import ShardPlan
@@ -246,13 +246,7 @@ class Push:
             pass
 
     def _copy_out(self, pool: BlockPool, layer: int, first: int, count: int, out: Bytes) -> int:
-        """Part by part: each is still in the cache when its checksum is made."""
-        gather = self._gather
-        assert gather is not None
-        digest = checksum(self._seed, layer, first, count) if self._verify else None
-        for start, stop in parts(count, gather.block_bytes):
-            part = out[start * gather.block_bytes : stop * gather.block_bytes]
-            gather.read(pool, layer, first + start, stop - start, part)
-            if digest is not None:
-                digest.update(part.data)
-        return digest.intdigest() if digest is not None else 0
+        assert self._gather is not None
+        digest = checksum(self._seed, layer, first, count)
+        self._gather.read(pool, layer, first, count, out, digest.update if self._verify else nobody)
+        return digest.intdigest()

@@ -8,7 +8,7 @@
     push(layer, first, count), as layers become complete
       wait for room in staging, copy, checksum
       Piece(layer, first, count) ────────────────────────▶  in bounds, ticket still live?
-                                                            verified? copy into the pool, listener.progressed
+                                                            copy into the pool; verified? listener.progressed
       ◀───────────────────────────────────────── PieceAck   (always: it gives the room back)
     commit(first token)
       Commit, behind the last piece ─────────────────────▶  every piece there?

@@ -11,9 +11,11 @@ import asyncio
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from common.errors import BatonError, WorkerLostError
+
+Part = TypeVar("Part", bytes, memoryview, bytes | memoryview)
 
 LINGER_S = 0.5
 """How long a closed end waits for the other one to have read what was sent last."""
@@ -44,7 +46,7 @@ class Connection:
         what is left of them is copied there. Cancelled half-way it ends the connection: nothing could follow half a
         message.
         """
-        rest = [memoryview(part) for part in parts if len(part)]
+        rest = [part for part in parts if len(part)]
         while rest:
             self.check()
             try:
@@ -151,19 +153,19 @@ def _wake(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _after(parts: list[memoryview], count: int) -> list[memoryview]:
+def _after(parts: Sequence[Part], count: int) -> list[Part]:
     """What is left of ``parts`` behind their first ``count`` bytes."""
     done = 0
     while done < len(parts) and count >= len(parts[done]):
         count -= len(parts[done])
         done += 1
-    rest = parts[done:]
+    rest = list(parts[done:])
     if count:
         rest[0] = rest[0][count:]
     return rest
 
 
-def _moved(parts: list[memoryview], room: memoryview) -> list[memoryview]:
+def _moved(parts: list[memoryview | bytes], room: memoryview) -> list[memoryview | bytes]:
     """``parts`` with all that `write` must not read any more copied to ``room``."""
     head = parts[:1] if sum(map(len, parts)) > len(room) else []
     start = end = len(room) - sum(map(len, parts[len(head) :]))

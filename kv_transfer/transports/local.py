@@ -1,7 +1,7 @@
 """Both ends in one process: frames are passed as they are, payloads by reference.
 
     sender                                       receiver
-      copy blocks into a buffer, piece ─────────▶ verify, copy into the pool
+      copy blocks into a buffer, piece ─────────▶ copy into the pool, verify
       buffer is used again ◀───── acknowledgement
 
 The address of an offer means something only to the event loop that listens, so nobody else is let in.

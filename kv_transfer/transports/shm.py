@@ -4,7 +4,7 @@
       connect to the abstract Unix socket ──────────────▶ accept; same user? (SO_PEERCRED)
       anonymous memory file, sealed in size
       hello + its descriptor (SCM_RIGHTS) ──────────────▶ seals and size checked, mapped read-only
-      copy blocks into the ring, piece frame ───────────▶ verify, copy into the pool
+      copy blocks into the ring, piece frame ───────────▶ copy into the pool, verify
       room free again ◀────────────────── acknowledgement
 
 Nothing has a name: the memory lives as long as the two mappings, the socket address as long as its
@@ -89,7 +89,7 @@ class SharedFrames:
                 count = self._connection.read_now([view])
         except ClosedHereError:
             return None
-        return decode(bytes(view[:count])) if count else None
+        return decode(view[:count]) if count else None
 
     async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
         memory = self._mapped()

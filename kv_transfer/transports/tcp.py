@@ -125,7 +125,7 @@ class TcpFrames:
             )
         header = memoryview(self._header)[:header_bytes]
         await self._connection.fill([header])
-        frame = decode(bytes(header))
+        frame = decode(header)
         if payload_bytes and not isinstance(frame, Piece):
             raise HandoffError(f"a {type(frame).__name__} frame came with {payload_bytes} bytes of payload")
         self._due_bytes = payload_bytes

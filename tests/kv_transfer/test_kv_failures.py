@@ -336,7 +336,7 @@ def misplace(frame: Frame) -> Frame:
 
 
 @pytest.mark.parametrize(("damage", "corrupt", "duplicates"), [(flip, 8, 0), (misplace, 2, 6)])
-async def test_damaged_pieces_are_not_written(make_pair: Any, damage: Any, corrupt: int, duplicates: int) -> None:
+async def test_damaged_pieces_do_not_count(make_pair: Any, damage: Any, corrupt: int, duplicates: int) -> None:
     """Two pieces of layer 1, sent four times. (What claims to be a piece that is there is not looked at.)"""
     pair = await make_pair(staging_bytes=1 << 16)
     pair.wrap = lambda channel: Tampered(channel, damage)
@@ -349,7 +349,10 @@ async def test_damaged_pieces_are_not_written(make_pair: Any, damage: Any, corru
     with pytest.raises(IntegrityError, match="t1 needs 6 pieces, the sender commits 6, 4 arrived intact in 4 tries"):
         await push.commit(pair.commit(ticket))
     assert isinstance((await listener.until("failed"))[0], IntegrityError)
-    assert not pair.target.data[1].any()
+    others = [block for block in range(16) if block not in (1, 2)]
+    assert not pair.target.data[:, others].any()
+    for layer in (0, 2):
+        assert (pair.target.data[layer, [1, 2]] == pair.source.data[layer, [3, 4]]).all()
     assert not listener.all("committed")
     assert (pair.receiver.counters.corrupt, pair.receiver.counters.duplicates) == (corrupt, duplicates)
     assert pair.sender.counters.resent == 6

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.errors import HandoffError, LayoutMismatchError
 from common.messages import KVLayout, Ticket
 from kv_transfer.channel import Bytes
-from kv_transfer.copies import Gather, Scatter, make_wire
+from kv_transfer.copies import Gather, Scatter, make_wire, nobody
 from kv_transfer.layout import check_compatible, rank_heads
 from kv_transfer.pieces import PieceQueue, PieceSet
 from kv_transfer.plan import ShardPlan, sending_heads, shard_plan
@@ -184,8 +184,8 @@ def move(plan: ShardPlan, labels: Labels, ticket: Ticket, pool: NumpyPool, data:
         while first < plan.num_blocks:
             count = data.draw(st.integers(1, plan.num_blocks - first))
             payload = np.full(count * gather.block_bytes, 255, dtype=np.uint8)
-            gather.read(source, layer, first, count, payload)
-            scatter.write(pool, layer, first, count, payload)
+            gather.read(source, layer, first, count, payload, nobody)
+            scatter.write(pool, layer, first, count, payload, nobody)
             first += count
 
 
