@@ -24,7 +24,7 @@ from cluster.ray_launcher import RayLauncher
 from cluster.reports import Failure, Report, Reports, outcome
 from common.config import Config, parse_config
 from common.log import setup_logging
-from common.messages import Role
+from common.workers import Role
 
 READY_TIMEOUT_S = 15.0
 

@@ -26,7 +26,7 @@ from cluster.placement import Placement, Slot
 from common.config import ClusterConfig
 from common.errors import BatonError, DeadlineError, WorkerLostError
 from common.lifecycle import Tasks, first_of
-from common.messages import Role
+from common.workers import Role
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Literal
 
 from common.config import Config
 from common.errors import ConfigError
-from common.messages import Role
+from common.workers import Role
 
 Kind = Literal["router", "worker"]
 

@@ -10,13 +10,15 @@ import os
 import re
 import socket
 from pathlib import Path
+from typing import get_args
 
 from cluster.placement import pool_sizes
-from common.config import Config
+from common.config import Config, Transport
 from common.errors import ConfigError, UnavailableError
 
 WEIGHT_SUFFIXES = (".safetensors", ".gguf")
-AVAILABLE_TRANSPORTS = ("shm", "grpc")
+PLAIN_TRANSPORTS = ("shm", "tcp", "grpc")
+"""Those that need nothing beside Baton."""
 DEVICES = re.compile(r"auto|cpu|cuda(:\d+)?")
 HIGHEST_PORT = 65535
 RAY_TIMEOUT_S = 5.0
@@ -33,11 +35,27 @@ def check_available(config: Config) -> None:
     if not DEVICES.fullmatch(device):
         raise ConfigError(f"engine.device {device!r} is not a device: auto, cpu, cuda or cuda:N", param="engine.device")
     given = config.transfer.transports
-    if config.mode != "colocated" and not set(given) & set(AVAILABLE_TRANSPORTS):
+    if config.mode != "colocated" and not any(map(_joins_processes, given)):
+        known = [name for name in get_args(Transport) if _joins_processes(name)]
         raise ConfigError(
-            f"transfer.transports needs one of {', '.join(AVAILABLE_TRANSPORTS)}, it is [{', '.join(given)}]",
+            f"transfer.transports needs one of {', '.join(known)}, it is [{', '.join(given)}]",
             param="transfer.transports",
         )
+
+
+def _joins_processes(transport: Transport) -> bool:
+    """Whether workers, each in a process of its own, can use it on a machine like this one."""
+    if transport in PLAIN_TRANSPORTS:
+        return True
+    if transport == "nixl":
+        from kv_transfer.transports.nixl import nixl_is_available
+
+        return nixl_is_available()
+    if transport in ("gloo", "nccl"):
+        from kv_transfer.transports.group import is_available  # loads torch
+
+        return is_available(transport)
+    return False
 
 
 def check_ports(config: Config) -> None:

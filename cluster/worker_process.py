@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from common.config import Config
-from common.messages import Role
+from common.workers import Role
 from decode_worker.process import run_decode_worker
 from prefill_worker.process import run_prefill_worker
 

@@ -67,6 +67,16 @@ class PrefillConfig(_Section):
     addresses: tuple[str, ...] = ()
     chunk_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_sequences: int = Field(8, ge=1, description="prompts in one step")
+    undelivered_chunks: int = Field(
+        4,
+        ge=0,
+        description="computed prompts whose KV is still on its way to one decode worker, the latest not counted, may "
+        "have so many times `chunk_tokens` tokens; beyond that no further prompt for it is computed",
+    )
+
+    @property
+    def undelivered_tokens(self) -> int:
+        return self.undelivered_chunks * self.chunk_tokens
 
 
 class DecodeConfig(_Section):
@@ -81,9 +91,11 @@ class DecodeConfig(_Section):
 
 
 class TransferConfig(_Section):
-    """How KV moves. ``transports`` in order of preference; a pair uses the first that both can."""
+    """How KV moves. ``transports`` in order of preference; a pair uses the first that both can (NIXL is an extra:
+    without it, it is passed over).
+    """
 
-    transports: tuple[Transport, ...] = ("shm", "grpc")
+    transports: tuple[Transport, ...] = ("shm", "nixl", "tcp", "grpc")
     lease_s: float = Field(30.0, gt=0, description="a ticket without progress for this long is void")
     pull_patience_s: float = Field(
         2.0, gt=0, description="a pulled prefix without progress for this long is given up, and computed"

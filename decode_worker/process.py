@@ -9,8 +9,8 @@ from functools import partial
 
 from common.config import Config
 from common.failpoints import Failpoints
-from common.lifecycle import end_within, first_of
-from common.messages import Role, WorkerState
+from common.lifecycle import end_within, first_of, freeze_heap
+from common.workers import Role, WorkerState
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.assembly import describe, load_runner, make_pool
@@ -65,6 +65,7 @@ async def run_decode_worker(
     worker.start()
     try:
         await server.start(worker, decode=worker, kv=receiver)
+        freeze_heap()
         ready(address)
         health = server.follow(lambda: worker.state is WorkerState.READY, config.worker.heartbeat_s)
         await first_of(stop.wait(), worker.drained(), worker.failed(), health)

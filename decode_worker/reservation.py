@@ -18,9 +18,10 @@ from dataclasses import dataclass
 
 from common.errors import BatonError, HandoffError, PeerLostError, TicketError, WorkerLostError
 from common.failpoints import Failpoints
+from common.handoff import HandoffCommit, Ticket
 from common.lifecycle import Tasks
-from common.messages import HandoffCommit, Ticket, WorkerInfo
 from common.metrics import WorkerMetrics
+from common.workers import WorkerInfo
 from engine.ports import KVReceiver
 from engine.sequence import Sequence
 

@@ -17,7 +17,8 @@ Pure: it knows sequences, blocks and numbers; no tickets, no network.
 from __future__ import annotations
 
 from common.errors import BatonError, NoCapacityError
-from common.messages import ContextTokens, Logprobs, ModelInfo
+from common.messages import ContextTokens, Logprobs
+from common.workers import ModelInfo
 from engine.blocks import BlockPool, BlockState, Holding
 from engine.plan import SequenceStep, StepOutput, StepPlan
 from engine.sequence import Sequence, SequenceOutput, finish_reason

@@ -18,19 +18,10 @@ from dataclasses import dataclass, field, replace
 from common.config import TransferConfig, WorkerConfig
 from common.errors import BatonError, DeadlineError, InvalidRequestError, RequestCancelledError
 from common.failpoints import Failpoints
-from common.messages import (
-    ContextTokens,
-    Finish,
-    FinishReason,
-    GenerationRequest,
-    HandoffCommit,
-    Logprobs,
-    Ticket,
-    TokenBatch,
-    WorkerInfo,
-    WorkerLoad,
-)
+from common.handoff import HandoffCommit, Ticket
+from common.messages import ContextTokens, Finish, FinishReason, GenerationRequest, Logprobs, TokenBatch
 from common.metrics import WorkerMetrics
+from common.workers import WorkerInfo, WorkerLoad
 from decode_worker.reservation import Reservations
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.streams import RouterStream, RouterStreams, gone

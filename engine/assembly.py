@@ -14,8 +14,8 @@ from collections.abc import Callable
 from common.config import Config
 from common.errors import ConfigError
 from common.hashing import HASH_UNIT_TOKENS
-from common.messages import Role, WorkerInfo
 from common.model_store import resolve
+from common.workers import Role, WorkerInfo
 from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache
 from engine.runner import ModelRunner

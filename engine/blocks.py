@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from common.messages import Holder, Role, WorkerLedger
+from common.workers import Holder, Role, WorkerLedger
 from engine.prefix_cache import Node, PrefixCache
 
 

@@ -15,16 +15,9 @@ from typing import Protocol
 
 from common.config import TransferConfig, WorkerConfig
 from common.failpoints import Failpoints
-from common.messages import (
-    PrefixReply,
-    PrefixRequest,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-    WorkerLoad,
-    WorkerState,
-)
+from common.handoff import PrefixReply, PrefixRequest
 from common.metrics import WorkerMetrics
+from common.workers import WorkerEvent, WorkerInfo, WorkerLedger, WorkerLoad, WorkerState
 from engine.blocks import BlockPool
 from engine.life import Life
 from engine.loop import EngineLoop, Scheduler

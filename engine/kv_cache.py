@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, EngineError
-from common.messages import KVLayout
+from common.handoff import KVLayout
 from engine.batch import StepBatch
 
 _CPU_SHARE, _CPU_MOST_BYTES = 0.2, 4 << 30

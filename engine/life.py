@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from common.errors import BatonError, DrainingError, UnavailableError
 from common.lifecycle import Tasks
-from common.messages import WorkerState
+from common.workers import WorkerState
 
 
 class Life:

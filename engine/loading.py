@@ -10,7 +10,8 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import ConfigError
-from common.messages import KVLayout, ModelInfo
+from common.handoff import KVLayout
+from common.workers import ModelInfo
 from engine.checkpoint import find_checkpoint, read_architecture, weights_fingerprint
 from engine.kv_cache import KVCache, pool_blocks
 from engine.layers import BATCH_INVARIANT, ORDINARY

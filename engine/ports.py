@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import BatonError
-from common.messages import (
+from common.handoff import (
     HandoffCommit,
     HandoffReceipt,
     PrefixReply,

@@ -19,9 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from common.errors import BatonError, HandoffError, TicketError
+from common.handoff import HandoffCommit, PrefixRequest, Ticket
 from common.lifecycle import Tasks
-from common.messages import HandoffCommit, PrefixRequest, PrefixSource, Ticket, WorkerInfo
+from common.messages import PrefixSource
 from common.metrics import WorkerMetrics
+from common.workers import WorkerInfo
 from engine.ports import Exchange
 from engine.sequence import Sequence
 

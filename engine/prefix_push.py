@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 
 from common.errors import DeadlineError, InvalidRequestError, TicketError
 from common.failpoints import Failpoints
+from common.handoff import HandoffCommit, HandoffReceipt, PrefixReply, PrefixRequest, Ticket
 from common.hashing import root_hash
-from common.messages import ContextTokens, HandoffCommit, HandoffReceipt, PrefixReply, PrefixRequest, Ticket, WorkerInfo
+from common.messages import ContextTokens
 from common.metrics import WorkerMetrics
+from common.workers import WorkerInfo
 from engine.blocks import BlockPool, BlockState
 from engine.ports import KVSender
 

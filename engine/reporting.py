@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 
 from common.config import WorkerConfig
-from common.messages import WorkerEvent, WorkerLoad
+from common.workers import WorkerEvent, WorkerLoad
 from engine.prefix_cache import PrefixCache
 
 _MAX_PENDING = 256

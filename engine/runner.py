@@ -19,7 +19,8 @@ import torch
 
 from common.config import EngineConfig
 from common.errors import EngineError, InvalidRequestError
-from common.messages import KVLayout, Logprobs, SamplingParams
+from common.handoff import KVLayout
+from common.messages import Logprobs, SamplingParams
 from engine.batch import build_batch
 from engine.loading import LoadedModel, load_model
 from engine.plan import LayerHook, SequenceStep, StepOutput, StepPlan, StepResult

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.errors import BatonError, HandoffError, IntegrityError, LayoutMismatchError, TicketError
-from common.messages import ContextTokens, FinishReason, HandoffCommit, HandoffReceipt, KVLayout, Ticket
+from common.handoff import HandoffCommit, HandoffReceipt, KVLayout, Ticket
+from common.messages import ContextTokens, FinishReason
 from kv_transfer.blocking import RunBlocking, uninterrupted
 from kv_transfer.channel import Bytes
 from kv_transfer.copies import Scatter, make_wire, nobody

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import xxhash
 
 from common.errors import HandoffError
-from common.messages import KVLayout, Logprobs, TokenLogprob
+from common.handoff import KVLayout
+from common.messages import Logprobs, TokenLogprob
 
 TRANSFER_VERSION = 3
 """Version of this protocol; `Open` carries it."""

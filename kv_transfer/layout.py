@@ -6,7 +6,7 @@ Block sizes, tensor parallel sizes and number formats may differ; what the numbe
 from __future__ import annotations
 
 from common.errors import LayoutMismatchError
-from common.messages import KVLayout
+from common.handoff import KVLayout
 
 KINDS = ("gqa", "mla")
 DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn")

@@ -17,8 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, WorkerLostError, from_wire
+from common.handoff import Ticket, TransferCounters
 from common.lifecycle import Tasks
-from common.messages import Ticket, TransferCounters
 from kv_transfer.blocking import RunBlocking
 from kv_transfer.channel import DirectFrames, FrameChannel, Staged
 from kv_transfer.frames import (
@@ -63,6 +63,8 @@ class Link:
     ) -> None:
         self.transport = transport
         self.lost: BatonError | None = None
+        self.num_delivered = 0
+        """Handoffs that ended well."""
         self._channel = channel
         self._direct = channel if isinstance(channel, DirectFrames) else None
         self._pool = pool
@@ -121,6 +123,7 @@ class Link:
             return
         if push.error is None:
             self._counters.handoffs += 1
+            self.num_delivered += 1
         else:
             self._counters.failures += 1
         if abort_reason is not None and self.lost is None:

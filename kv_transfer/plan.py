@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import HandoffError
-from common.messages import KVLayout, Ticket
+from common.handoff import KVLayout, Ticket
 from kv_transfer.layout import check_compatible, rank_heads, total_heads
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from common.messages import KVLayout
+from common.handoff import KVLayout
 from kv_transfer.channel import Bytes
 
 BlockIds = Sequence[int] | np.ndarray[Any, np.dtype[np.int64]]

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from common.errors import BatonError, HandoffError, IntegrityError
-from common.messages import HandoffCommit, HandoffReceipt, Ticket
+from common.handoff import HandoffCommit, HandoffReceipt, Ticket
 from kv_transfer.blocking import RunBlocking, uninterrupted
 from kv_transfer.channel import Bytes
 from kv_transfer.copies import Gather, make_wire, nobody

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, TicketError, WorkerLostError
 from common.failpoints import Failpoints
+from common.handoff import HandoffReceipt, Ticket, TransferCounters, TransportOffer
 from common.lifecycle import Tasks
-from common.messages import HandoffReceipt, Ticket, TransferCounters, TransportOffer
 from kv_transfer.arrival import CORRUPT, Arrival, ArrivalListener, Opening, check_ticket
 from kv_transfer.blocking import CopyThread, RunBlocking
 from kv_transfer.channel import ByteChannel, DirectFrames, FrameChannel

@@ -3,7 +3,8 @@
 For each pair of workers the first transport wins, in this side's order of preference, that both have;
 when it does not connect, the next one is tried, and that is counted. One link per (transport,
 address) lives as long as its channel and carries all handoffs of the pair; after a failure the next
-handoff connects anew.
+handoff connects anew. A way that fails again and again, while another one works, is passed over for a
+while (`penalty.py`): not every handoff waits for it.
 
     sender = Sender(pool, config.transfer, transports)
     push = await sender.open(ticket, block_ids)
@@ -20,12 +21,13 @@ from collections.abc import Iterator, Sequence
 from common.config import TransferConfig
 from common.errors import BatonError, ConfigError, HandoffError, WorkerLostError
 from common.failpoints import Failpoints
+from common.handoff import KVLayout, Ticket, TransferCounters, TransportOffer
 from common.lifecycle import Tasks
-from common.messages import KVLayout, Ticket, TransferCounters, TransportOffer
 from kv_transfer.blocking import CopyThread, RunBlocking
 from kv_transfer.faults import FaultyFrames
 from kv_transfer.frames import MAX_PAYLOAD_BYTES
 from kv_transfer.link import Link
+from kv_transfer.penalty import PenaltyBox, Way
 from kv_transfer.plan import ShardPlan, shard_plan
 from kv_transfer.pool import BlockPool
 from kv_transfer.push import Push
@@ -57,8 +59,9 @@ class Sender:
         self._failpoints = failpoints
         self._thread = CopyThread("kv-send")
         self._run_blocking: RunBlocking = run_blocking or self._thread
-        self._links: dict[tuple[str, str], Link] = {}
-        self._connecting: dict[tuple[str, str], asyncio.Task[Link | BatonError]] = {}
+        self._links: dict[Way, Link] = {}
+        self._connecting: dict[Way, asyncio.Task[Link | BatonError]] = {}
+        self._penalties = PenaltyBox()
         self._tasks = Tasks()
         self._closed = False
 
@@ -73,15 +76,24 @@ class Sender:
                 f"ticket {ticket.ticket_id} takes {plan.num_source_blocks} blocks of {plan.source.block_size} tokens, "
                 f"{len(block_ids)} were given"
             )
+        ways = list(self._ways(ticket))
+        order = self._penalties.preferred(ways, lambda way: _way(way[1]), asyncio.get_running_loop().time())
         lost: WorkerLostError | None = None
-        for transport, offer in self._ways(ticket):
-            if lost is not None:
+        left: list[Way] = []
+        for transport, offer in order:
+            if lost is not None or offer is not ways[0][1]:
                 self.counters.fallbacks += 1
-                log.warning("transfer to %s falls back to %s: %s", ticket.worker_id, offer.name, lost)
+                why = lost or f"{ways[0][1].name} is passed over after failures"
+                log.warning("transfer to %s falls back to %s: %s", ticket.worker_id, offer.name, why)
             try:
-                return await self._open_over(transport, offer, ticket, plan, block_ids)
+                push = await self._open_over(transport, offer, ticket, plan, block_ids)
             except WorkerLostError as error:
                 lost = error
+                left.append(_way(offer))
+                continue
+            for way in left:  # had none worked, it would be the peer's fault, not theirs
+                self._blame(way)
+            return push
         if lost is not None:
             raise lost
         offered = ", ".join(f"{offer.name} on host {offer.host_id or '?'}" for offer in ticket.offers)
@@ -104,13 +116,22 @@ class Sender:
                 if offer.name == transport.name and transport.reaches(offer):
                     yield transport, offer
 
+    def _blame(self, way: Way) -> None:
+        """Once for all handoffs that failed together."""
+        now = asyncio.get_running_loop().time()
+        if not self._penalties.holds(way, now) and (penalty_s := self._penalties.failed(way, now)):
+            log.warning("%s to %s fails again and again: passed over for %g s", *way, penalty_s)
+
     async def _open_over(
         self, transport: Transport, offer: TransportOffer, ticket: Ticket, plan: ShardPlan, block_ids: Sequence[int]
     ) -> Push:
-        known = self._links.get((offer.name, offer.address))
+        known = self._links.get(_way(offer))
         if known is not None:
             try:
-                return await known.open(ticket, plan, block_ids)
+                push = await known.open(ticket, plan, block_ids)
+                if known.num_delivered:
+                    self._penalties.worked(_way(offer))
+                return push
             except WorkerLostError:
                 if known.lost is None:
                     raise
@@ -152,12 +173,20 @@ class Sender:
         def forget(link: Link) -> None:
             if self._links.get(key) is link:
                 del self._links[key]
+            if not self._closed:
+                if link.num_delivered:
+                    self._penalties.worked(key)
+                self._blame(key)
 
         if self._failpoints is not None and self._failpoints.has("piece"):
             channel = FaultyFrames(channel, self._failpoints)
         link = Link(channel, name, self._pool, self._config, self._run_blocking, self.counters, forget)
         self._links[key] = link
         return link
+
+
+def _way(offer: TransportOffer) -> Way:
+    return offer.name, offer.address
 
 
 def check_staging(layout: KVLayout, staging_bytes: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Protocol, runtime_checkable
 
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.channel import ByteChannel, FrameChannel
 
 Serve = Callable[[FrameChannel], Awaitable[None]]

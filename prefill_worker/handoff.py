@@ -17,14 +17,8 @@ from collections.abc import Callable
 
 from common.errors import BatonError
 from common.failpoints import Failpoints
-from common.messages import (
-    FirstToken,
-    HandoffCommit,
-    HandoffDone,
-    HandoffReceipt,
-    PrefillEvent,
-    Ticket,
-)
+from common.handoff import HandoffCommit, HandoffReceipt, Ticket
+from common.messages import FirstToken, HandoffDone, PrefillEvent
 from engine.ports import KVPush, KVSender
 from engine.sequence import Sequence, SequenceOutput
 

@@ -9,8 +9,8 @@ from functools import partial
 
 from common.config import Config
 from common.failpoints import Failpoints
-from common.lifecycle import end_within, first_of
-from common.messages import Role, WorkerState
+from common.lifecycle import end_within, first_of, freeze_heap
+from common.workers import Role, WorkerState
 from engine.assembly import describe, load_runner, make_pool
 from engine.ports import Exchange
 from kv_transfer.blocking import run_inline
@@ -46,7 +46,10 @@ async def run_prefill_worker(
     await receiver.start()
     exchange = Exchange(sender, receiver, GrpcPeers(secret=config.cluster.secret))
     pool = make_pool(config, runner)
-    scheduler = PrefillScheduler(pool, runner.model_info, config.prefill.chunk_tokens, config.prefill.max_sequences)
+    prefill = config.prefill
+    scheduler = PrefillScheduler(
+        pool, runner.model_info, prefill.chunk_tokens, prefill.max_sequences, prefill.undelivered_tokens
+    )
     info = describe(config, Role.PREFILL, worker_id, runner, address, host_id())
     worker = PrefillWorker(
         info,
@@ -62,6 +65,7 @@ async def run_prefill_worker(
     worker.start()
     try:
         await server.start(worker, prefill=worker, kv=receiver)
+        freeze_heap()
         ready(address)
         health = server.follow(lambda: worker.state is WorkerState.READY, config.worker.heartbeat_s)
         await first_of(stop.wait(), worker.drained(), worker.failed(), health)

@@ -4,23 +4,39 @@
                          │        ▲
                          └ pulling ┘  (its beginning comes from another worker)
 
+What is held while its KV travels piles up where a link or a decode worker is slow: beyond a bound
+(`undelivered.py`) no further prompt for that worker is begun or gone on with, and those for others pass it.
+
 Pure: it knows sequences, blocks and numbers; nothing of handoffs but that blocks stay held until
 somebody says `release`.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+
 from common.errors import BatonError
-from common.messages import ContextTokens, ModelInfo
+from common.messages import ContextTokens
+from common.workers import ModelInfo
 from engine.blocks import BlockPool, BlockState
 from engine.plan import SequenceStep, StepOutput, StepPlan
 from engine.sequence import Sequence, SequenceOutput, finish_reason
+from prefill_worker.undelivered import Undelivered
 
 
 class PrefillScheduler:
-    """``chunk_tokens``: new tokens in one step, over all sequences; ``max_sequences``: prompts in one step."""
+    """``chunk_tokens``: new tokens in one step, over all sequences; ``max_sequences``: prompts in one step;
+    ``undelivered_tokens``: see `Undelivered`."""
 
-    def __init__(self, pool: BlockPool, model: ModelInfo, chunk_tokens: int, max_sequences: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        model: ModelInfo,
+        chunk_tokens: int,
+        max_sequences: int,
+        undelivered_tokens: float = math.inf,
+    ) -> None:
         self._pool = pool
         self._model = model
         self._chunk_tokens = chunk_tokens
@@ -29,6 +45,7 @@ class PrefillScheduler:
         self._pulling: dict[str, Sequence] = {}
         self._running: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
+        self._undelivered = Undelivered(undelivered_tokens)
         self._next_step_id = 0
         self._admitted: list[Sequence] = []
         self._pulls: list[Sequence] = []
@@ -46,9 +63,11 @@ class PrefillScheduler:
         """Context tokens still to compute."""
         return sum(s.num_remaining for part in (self._waiting, self._pulling, self._running) for s in part.values())
 
-    def add(self, sequence: Sequence) -> None:
-        """Puts a sequence in the queue: smaller priority first, then the order of arrival."""
+    def add(self, sequence: Sequence, target: str = "", num_there: int = 0) -> None:
+        """Puts a sequence in the queue: smaller priority first, then the order of arrival. Its KV is for the
+        worker ``target``, which has that of the first ``num_there`` tokens."""
         self._waiting[sequence.key] = sequence
+        self._undelivered.expect(sequence.key, target, sequence.num_context - num_there)
         if sequence.request.priority != 0 or any(s.request.priority for s in self._waiting.values()):
             self._waiting = dict(sorted(self._waiting.items(), key=lambda item: item[1].request.priority))
 
@@ -63,12 +82,15 @@ class PrefillScheduler:
         return pulls
 
     def schedule(self, now: float) -> StepPlan | None:
-        self._admit(now)
+        clogged = self._undelivered.clogged()
+        self._admit(now, clogged)
         budget = self._chunk_tokens
         steps: list[SequenceStep] = []
         for sequence in self._running.values():
-            if budget == 0:
+            if budget == 0 or len(steps) == self._max_sequences:
                 break
+            if self._undelivered.target(sequence.key) in clogged:
+                continue
             start = sequence.num_computed
             count = self._chunk(start, sequence.num_remaining, budget, first=not steps)
             if count == 0:
@@ -98,6 +120,7 @@ class PrefillScheduler:
             finish = finish_reason(sequence, self._model.eos_token_ids, self._model.max_model_len)
             del self._running[sequence.key]
             self._held[sequence.key] = sequence
+            self._undelivered.computed(sequence.key)
             self._pool.set_state(sequence.key, BlockState.IN_TRANSFER)
             outputs.append(SequenceOutput(sequence, index, result.token, finish, logprobs=result.logprobs))
         return outputs
@@ -127,10 +150,15 @@ class PrefillScheduler:
         """The handoff of a held sequence is over: its blocks become cache. Unknown ones are ignored."""
         self._drop(sequence)
 
-    def _admit(self, now: float) -> None:
-        """Gives blocks to the head of the queue; nobody overtakes it."""
-        while self._waiting and len(self._pulling) + len(self._running) < self._max_sequences:
-            sequence = next(iter(self._waiting.values()))
+    def _admit(self, now: float, clogged: Collection[str]) -> None:
+        """Gives blocks to the head of the queue; nobody overtakes it, unless its target is ``clogged``."""
+        passing = (key for key in (*self._pulling, *self._running) if self._undelivered.target(key) not in clogged)
+        num_active = sum(1 for _ in passing)
+        for sequence in list(self._waiting.values()):
+            if num_active >= self._max_sequences:
+                return
+            if self._undelivered.target(sequence.key) in clogged:
+                continue
             # The last token is always computed: its logits are the first token.
             most = 0 if sequence.is_scoring else sequence.num_context - 1
             shared = self._pool.match(sequence.tokens, sequence.root, most)
@@ -138,6 +166,7 @@ class PrefillScheduler:
             holding = self._pool.allocate(sequence.key, needed, BlockState.RUNNING, now, shared)
             if holding is None:
                 return
+            num_active += 1
             del self._waiting[sequence.key]
             sequence.block_ids = holding.block_ids
             sequence.num_computed = len(shared) * self._pool.block_size
@@ -169,5 +198,6 @@ class PrefillScheduler:
         self._waiting.pop(sequence.key, None)
         self._running.pop(sequence.key, None)
         self._held.pop(sequence.key, None)
+        self._undelivered.forget(sequence.key)
         if self._pool.holds(sequence.key):
             self._pool.release(sequence.key)

@@ -23,14 +23,10 @@ from common.errors import (
     WorkerLostError,
 )
 from common.failpoints import Failpoints
-from common.messages import (
-    GenerationRequest,
-    PrefillEvent,
-    Ticket,
-    WorkerInfo,
-    WorkerLoad,
-)
+from common.handoff import Ticket
+from common.messages import GenerationRequest, PrefillEvent
 from common.metrics import WorkerMetrics
+from common.workers import WorkerInfo, WorkerLoad
 from engine.blocks import BlockPool
 from engine.engine_worker import EngineWorker
 from engine.plan import Executor, StepPlan
@@ -131,7 +127,7 @@ class PrefillWorker(EngineWorker):
         sequence = handoff.sequence
         loop = asyncio.get_running_loop()
         error: BatonError | None = None
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, handoff.ticket.worker_id, handoff.ticket.cached_tokens)
         self._changed()
         try:
             async with asyncio.timeout(sequence.request.timeout_s):

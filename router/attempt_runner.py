@@ -27,8 +27,10 @@ from common.errors import (
     UnavailableError,
     WorkerLostError,
 )
+from common.handoff import Ticket
 from common.lifecycle import Tasks
-from common.messages import FirstToken, Role, Ticket
+from common.messages import FirstToken
+from common.workers import Role
 from router.attempt import Attempt
 from router.live_request import SETTLE_TIMEOUT_S, LiveRequest
 from router.placement import Decision

@@ -10,15 +10,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from common.messages import (
-    GenerationRequest,
-    PrefillEvent,
-    Ticket,
-    TokenBatch,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-)
+from common.handoff import Ticket
+from common.messages import GenerationRequest, PrefillEvent, TokenBatch
+from common.workers import WorkerEvent, WorkerInfo, WorkerLedger
 
 
 class WorkerClient(Protocol):

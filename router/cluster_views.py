@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from common.errors import BatonError
-from common.messages import Role, WorkerLedger
+from common.workers import Role, WorkerLedger
 from router.service import RouterService
 from router.worker import Worker
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 
-from common.messages import FinishReason, GenerationRequest, ModelInfo
+from common.messages import FinishReason, GenerationRequest
+from common.workers import ModelInfo
 
 
 def reason_to_end(tokens: Sequence[int], request: GenerationRequest, model: ModelInfo | None) -> FinishReason | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from common.errors import BatonError, NoCapacityError, WorkerLostError
+from common.handoff import KVLayout, Ticket
 from common.hashing import HASH_UNIT_TOKENS, prefix_hashes, root_hash
 from common.messages import (
     ContextTokens,
@@ -21,21 +22,13 @@ from common.messages import (
     FirstToken,
     GenerationRequest,
     HandoffDone,
-    KVLayout,
     Logprobs,
-    ModelInfo,
     PrefillEvent,
-    Role,
-    Ticket,
     TokenBatch,
     TokenDelta,
     TokenLogprob,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-    WorkerLoad,
-    WorkerState,
 )
+from common.workers import ModelInfo, Role, WorkerEvent, WorkerInfo, WorkerLedger, WorkerLoad, WorkerState
 from router.clients import DecodeClient, PrefillClient
 
 T = TypeVar("T")

@@ -15,8 +15,9 @@ from typing import Any
 
 from common.config import RouterConfig
 from common.errors import InvalidRequestError
-from common.messages import GenerationRequest, Role
+from common.messages import GenerationRequest
 from common.sampling_defaults import OPENAI_DEFAULTS, SamplingDefaults
+from common.workers import Role
 from router.readiness import Readiness
 from router.schemas import ChatBody, CompletionBody, DetokenizeBody, GenerationBody, Message, TokenizeBody
 from router.service import RouterService

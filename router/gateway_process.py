@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.config import Config
+from common.lifecycle import freeze_heap
 from common.model_store import resolve
 from common.sampling_defaults import sampling_defaults
 from router.gateway import Gateway
@@ -62,6 +63,10 @@ async def run_gateway(
     def tell(text: str) -> None:
         loop.call_soon_threadsafe(progress, text)
 
+    def serves(running: RunningRouter) -> None:
+        freeze_heap()
+        ready(running, f"grpc://{address}")
+
     server = GatewayServer()
     address = server.bind(config.router.host, config.router.grpc_port)
     path = await asyncio.to_thread(resolve, config.model.name, config.model.cache_dir, True, tell)
@@ -75,5 +80,5 @@ async def run_gateway(
         sampling=sampling_defaults(config.model, path),
         beside=[GrpcInterface(server)],
         grpc_url=f"grpc://{address}",
-        on_ready=lambda running: ready(running, f"grpc://{address}"),
+        on_ready=serves,
     )

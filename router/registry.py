@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 from common.config import Mode
 from common.errors import ConfigError, LayoutMismatchError, UnavailableError
+from common.handoff import KVLayout
 from common.hashing import HASH_UNIT_TOKENS
 from common.lifecycle import Tasks
-from common.messages import KVLayout, ModelInfo, Role, WorkerInfo, WorkerState
+from common.workers import ModelInfo, Role, WorkerInfo, WorkerState
 from router.prefix_index import PrefixIndex
 from router.worker import Worker
 from router.worker_link import ClientFactory, WorkerLink

@@ -36,8 +36,9 @@ from common.errors import (
 )
 from common.hashing import prefix_hashes, root_hash
 from common.lifecycle import Tasks
-from common.messages import GenerationRequest, Role
+from common.messages import GenerationRequest
 from common.metrics import RouterMetrics
+from common.workers import Role
 from router.answer import AnswerEvent
 from router.attempt import Attempt
 from router.attempt_runner import RETRY_S, AttemptRunner, Pair

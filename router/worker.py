@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import cast
 
 from common.errors import BatonError, UnavailableError
-from common.messages import Role, TokenDelta, WorkerInfo, WorkerLoad, WorkerState
+from common.messages import TokenDelta
+from common.workers import Role, WorkerInfo, WorkerLoad, WorkerState
 from router.attempt import Attempt, AttemptKey
 from router.clients import DecodeClient, PrefillClient
 from router.outstanding import Outstanding

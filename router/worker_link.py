@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from common.errors import BatonError, WorkerLostError
 from common.lifecycle import first_of
-from common.messages import Role, WorkerInfo, WorkerState
+from common.workers import Role, WorkerInfo, WorkerState
 from router.clients import DecodeClient, PrefillClient, WorkerClient
 from router.prefix_index import PrefixIndex
 from router.worker import Worker

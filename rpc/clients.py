@@ -15,18 +15,9 @@ from typing import Any, TypeVar
 import grpc
 
 from common.errors import ConfigError, DeadlineError, WorkerLostError
-from common.messages import (
-    PROTOCOL_VERSION,
-    GenerationRequest,
-    PrefillEvent,
-    PrefixReply,
-    PrefixRequest,
-    Ticket,
-    TokenBatch,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-)
+from common.handoff import PrefixReply, PrefixRequest, Ticket
+from common.messages import GenerationRequest, PrefillEvent, TokenBatch
+from common.workers import PROTOCOL_VERSION, WorkerEvent, WorkerInfo, WorkerLedger
 from rpc import conversion
 from rpc.connection import accepted, open_channel, secret_metadata
 from rpc.status import from_rpc_error, made_by_grpc

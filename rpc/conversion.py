@@ -1,4 +1,4 @@
-"""Dataclasses of `common.messages` to protobuf and back.
+"""Dataclasses of `common.messages`, `handoff` and `workers` to protobuf and back.
 
 The two sides have the same names by design, so one `Codec` a type does all: it is built from the
 dataclass's field types when this module loads, and building it fails when `worker.proto` lacks a field
@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeVar, Union, get_args, get_origin, get_type_
 
 from google.protobuf.message import Message
 
-from common import messages
+from common import handoff, messages, workers
 from common.errors import BatonError, InvalidRequestError
 from common.messages import PrefillEvent
 from rpc.v1 import worker_pb2 as pb
@@ -139,22 +139,22 @@ TOKEN_LOGPROB = _codec(messages.TokenLogprob, pb.TokenLogprob)
 LOGPROBS = _codec(messages.Logprobs, pb.Logprobs)
 TOKEN_DELTA = _codec(messages.TokenDelta, pb.TokenDelta)
 TOKEN_BATCH = _codec(messages.TokenBatch, pb.TokenBatch)
-KV_LAYOUT = _codec(messages.KVLayout, pb.KVLayout)
-TRANSPORT_OFFER = _codec(messages.TransportOffer, pb.TransportOffer)
-TICKET = _codec(messages.Ticket, pb.Ticket)
-HANDOFF_COMMIT = _codec(messages.HandoffCommit, pb.HandoffCommit)
-HANDOFF_RECEIPT = _codec(messages.HandoffReceipt, pb.HandoffReceipt)
-PREFIX_REQUEST = _codec(messages.PrefixRequest, pb.PrefixRequest)
-PREFIX_REPLY = _codec(messages.PrefixReply, pb.PrefixReply)
+KV_LAYOUT = _codec(handoff.KVLayout, pb.KVLayout)
+TRANSPORT_OFFER = _codec(handoff.TransportOffer, pb.TransportOffer)
+TICKET = _codec(handoff.Ticket, pb.Ticket)
+HANDOFF_COMMIT = _codec(handoff.HandoffCommit, pb.HandoffCommit)
+HANDOFF_RECEIPT = _codec(handoff.HandoffReceipt, pb.HandoffReceipt)
+PREFIX_REQUEST = _codec(handoff.PrefixRequest, pb.PrefixRequest)
+PREFIX_REPLY = _codec(handoff.PrefixReply, pb.PrefixReply)
 FIRST_TOKEN = _codec(messages.FirstToken, pb.FirstToken)
 HANDOFF_DONE = _codec(messages.HandoffDone, pb.HandoffDone)
-MODEL_INFO = _codec(messages.ModelInfo, pb.ModelInfo)
-TRANSFER_COUNTERS = _codec(messages.TransferCounters, pb.TransferCounters)
-WORKER_LOAD = _codec(messages.WorkerLoad, pb.WorkerLoad)
-WORKER_INFO = _codec(messages.WorkerInfo, pb.WorkerInfo)
-WORKER_EVENT = _codec(messages.WorkerEvent, pb.WorkerEvent)
-HOLDER = _codec(messages.Holder, pb.Holder)
-WORKER_LEDGER = _codec(messages.WorkerLedger, pb.WorkerLedger)
+MODEL_INFO = _codec(workers.ModelInfo, pb.ModelInfo)
+TRANSFER_COUNTERS = _codec(handoff.TransferCounters, pb.TransferCounters)
+WORKER_LOAD = _codec(workers.WorkerLoad, pb.WorkerLoad)
+WORKER_INFO = _codec(workers.WorkerInfo, pb.WorkerInfo)
+WORKER_EVENT = _codec(workers.WorkerEvent, pb.WorkerEvent)
+HOLDER = _codec(workers.Holder, pb.Holder)
+WORKER_LEDGER = _codec(workers.WorkerLedger, pb.WorkerLedger)
 
 
 def encode_request(request: messages.GenerationRequest) -> pb.GenerationRequest:

@@ -7,7 +7,7 @@ comes back is connected to anew.
 from __future__ import annotations
 
 from common.errors import WorkerLostError
-from common.messages import PrefixReply, PrefixRequest
+from common.handoff import PrefixReply, PrefixRequest
 from rpc.clients import GrpcWorkerClient
 
 

@@ -12,7 +12,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from common.errors import ConfigError
-from common.messages import PROTOCOL_VERSION
+from common.workers import PROTOCOL_VERSION
 from rpc import conversion
 from rpc.connection import ACCEPTED
 from rpc.services import DecodeService, PrefillService, WorkerService

@@ -9,17 +9,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
-from common.messages import (
-    GenerationRequest,
-    PrefillEvent,
-    PrefixReply,
-    PrefixRequest,
-    Ticket,
-    TokenBatch,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-)
+from common.handoff import PrefixReply, PrefixRequest, Ticket
+from common.messages import GenerationRequest, PrefillEvent, TokenBatch
+from common.workers import WorkerEvent, WorkerInfo, WorkerLedger
 
 
 class WorkerService(Protocol):

@@ -15,17 +15,9 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from common.errors import WorkerLostError
-from common.messages import (
-    GenerationRequest,
-    PrefillEvent,
-    PrefixReply,
-    PrefixRequest,
-    Ticket,
-    TokenBatch,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-)
+from common.handoff import PrefixReply, PrefixRequest, Ticket
+from common.messages import GenerationRequest, PrefillEvent, TokenBatch
+from common.workers import WorkerEvent, WorkerInfo, WorkerLedger
 from decode_worker.worker import DecodeWorker
 from prefill_worker.worker import PrefillWorker
 

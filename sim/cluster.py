@@ -20,17 +20,11 @@ from dataclasses import dataclass, field
 from common.config import Config, Mode
 from common.errors import BatonError
 from common.failpoints import Failpoints
+from common.handoff import KVLayout
 from common.hashing import HASH_UNIT_TOKENS
 from common.lifecycle import Tasks
-from common.messages import (
-    GenerationRequest,
-    KVLayout,
-    ModelInfo,
-    Role,
-    SamplingParams,
-    WorkerInfo,
-    WorkerLedger,
-)
+from common.messages import GenerationRequest, SamplingParams
+from common.workers import ModelInfo, Role, WorkerInfo, WorkerLedger
 from decode_worker.scheduler import DecodeScheduler
 from decode_worker.worker import DecodeWorker
 from engine.blocks import BlockPool
@@ -257,8 +251,9 @@ class SimCluster:
         info, pool, memory, device = self._make(name, Role.PREFILL)
         for other in self.decode_workers:  # the links of handoffs; those of pulls are there when used
             self._link(name, other)
+        prefill = self._base.prefill
         scheduler = PrefillScheduler(
-            pool, info.model, self._base.prefill.chunk_tokens, self._base.prefill.max_sequences
+            pool, info.model, prefill.chunk_tokens, prefill.max_sequences, prefill.undelivered_tokens
         )
         worker = PrefillWorker(
             info,

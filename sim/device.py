@@ -12,7 +12,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.messages import KVLayout, Logprobs, SamplingParams
+from common.handoff import KVLayout
+from common.messages import Logprobs, SamplingParams
 from engine.plan import LayerHook, SequenceStep, StepOutput, StepPlan, StepResult
 
 _MASK = (1 << 61) - 1

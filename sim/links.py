@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import BatonError, LayoutMismatchError, TicketError, WorkerLostError
-from common.messages import HandoffCommit, HandoffReceipt, Ticket, TransferCounters, TransportOffer
+from common.handoff import HandoffCommit, HandoffReceipt, Ticket, TransferCounters, TransportOffer
 from engine.ports import HandoffListener, KVPush
 from sim.device import DeviceMemory
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from common.messages import GenerationRequest, KVLayout, ModelInfo, SamplingParams
+from common.handoff import KVLayout
+from common.messages import GenerationRequest, SamplingParams
+from common.workers import ModelInfo
 from engine.plan import StepOutput, StepPlan
 from engine.sequence import Sequence
 from sim.device import CostModel, DeviceMemory, SimDevice

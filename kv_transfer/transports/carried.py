@@ -14,7 +14,7 @@ from __future__ import annotations
 import struct
 
 from common.errors import HandoffError
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.channel import ByteChannel, Connector, FrameChannel
 from kv_transfer.transport import Serve
 from kv_transfer.transports.inline import InlineFrames

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.channel import ByteChannel, Bytes, Connector, FrameChannel
 from kv_transfer.transport import Serve
 from kv_transfer.transports.beside import BesideFrames

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
+from common.handoff import TransportOffer
 from common.lifecycle import Tasks
-from common.messages import TransportOffer
 from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import INLINE, Frame, Piece
 from kv_transfer.transport import Serve

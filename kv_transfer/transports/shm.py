@@ -26,7 +26,7 @@ import struct
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import INLINE, Frame, Piece, decode, encode
 from kv_transfer.transport import Serve

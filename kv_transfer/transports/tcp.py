@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from common.errors import HandoffError, WorkerLostError
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import (
     INLINE,

@@ -3,8 +3,8 @@
 isort:skip_file
 What routers and workers tell each other, and what prefill workers and decode workers do.
 
-The messages mirror the dataclasses of common/messages.py field by field (rpc/conversion.py refuses
-to load otherwise); what they mean is written there. Conventions:
+The messages mirror the dataclasses of common/messages.py, handoff.py and workers.py field by field
+(rpc/conversion.py refuses to load otherwise); what they mean is written there. Conventions:
   - token ids and block ids are packed uint32, all other whole numbers int64, durations double seconds;
   - an enum's value 0 is "unspecified": refused where a value is needed, "none" where it is optional;
   - field numbers are never reused, a removed one is reserved.

@@ -49,7 +49,7 @@ def test_model_names_are_text_even_if_yaml_would_read_them_otherwise() -> None:
         (["serve", "--set", "prefil.workers=1"], "nearest known: 'prefill'"),
         (["serve", "--decode", "0"], "decode.workers >= 1, it is 0"),
         (["serve", "--port", "70000"], "router.port"),
-        (["serve", "--set", "transfer.transports=[nccl]"], "needs one of shm, grpc, it is [nccl]"),
+        (["serve", "--set", "transfer.transports=[nccl]"], "grpc, it is [nccl]"),
         (["config", "check", "/nonexistent.yaml"], "cannot read config file /nonexistent.yaml"),
         (["models", "path", "/nonexistent/model"], "/nonexistent/model does not exist"),
         (["status", "--url", "http://127.0.0.1:1"], "no answer from http://127.0.0.1:1/cluster"),
@@ -112,6 +112,8 @@ def test_a_host_of_another_machine_is_refused_whatever_the_port() -> None:
 
 def test_a_transport_that_works_is_enough() -> None:
     preflight.check_available(parse_config({"transfer": {"transports": ["nccl", "grpc"]}}))
+    for name in ("shm", "tcp", "gloo", "grpc"):
+        preflight.check_available(parse_config({"transfer": {"transports": [name]}}))
     preflight.check_available(parse_config({"mode": "colocated", "transfer": {"transports": ["nccl"]}}))
 
 

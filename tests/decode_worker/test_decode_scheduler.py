@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import NoCapacityError, RequestCancelledError
-from common.messages import FinishReason, Role
+from common.messages import FinishReason
+from common.workers import Role
 from decode_worker.scheduler import DecodeScheduler
 from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache

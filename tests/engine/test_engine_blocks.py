@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from common.hashing import root_hash
-from common.messages import Role
+from common.workers import Role
 from engine.blocks import BlockPool, BlockState
 from engine.prefix_cache import PrefixCache
 

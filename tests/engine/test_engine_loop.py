@@ -6,7 +6,7 @@ import asyncio
 
 from common.config import load_config
 from common.errors import EngineError
-from common.messages import WorkerLoad
+from common.workers import WorkerLoad
 from engine.blocks import BlockPool, BlockState
 from engine.loop import EngineLoop
 from engine.plan import LayerHook, StepOutput, StepPlan, StepResult

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError, EngineError
-from common.messages import KVLayout
+from common.handoff import KVLayout
 from engine.kv_cache import KVCache, pool_blocks
 from tests.engine.model_driver import Driver, load, random_tokens
 from tests.tiny_model import build_tiny_llama

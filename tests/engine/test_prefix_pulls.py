@@ -15,20 +15,12 @@ import pytest
 from common.config import TransferConfig
 from common.errors import InvalidRequestError
 from common.failpoints import Failpoints
+from common.handoff import KVLayout, PrefixReply, PrefixRequest
 from common.hashing import HASH_UNIT_TOKENS
 from common.lifecycle import Tasks
-from common.messages import (
-    GenerationRequest,
-    KVLayout,
-    ModelInfo,
-    PrefixReply,
-    PrefixRequest,
-    PrefixSource,
-    Role,
-    SamplingParams,
-    WorkerInfo,
-)
+from common.messages import GenerationRequest, PrefixSource, SamplingParams
 from common.metrics import WorkerMetrics
+from common.workers import ModelInfo, Role, WorkerInfo
 from engine.blocks import BlockPool, BlockState
 from engine.ports import Exchange
 from engine.prefix_cache import PrefixCache

@@ -22,7 +22,7 @@ import pytest
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, IntegrityError, WorkerLostError
 from common.failpoints import Failpoints
-from common.messages import HandoffCommit, HandoffReceipt, KVLayout, Ticket
+from common.handoff import HandoffCommit, HandoffReceipt, KVLayout, Ticket
 from kv_transfer.channel import ByteChannel, Connector
 from kv_transfer.frames import INLINE, Piece
 from kv_transfer.plan import sending_heads

@@ -26,7 +26,7 @@ import torch
 
 from common.config import TransferConfig
 from common.errors import BatonError
-from common.messages import HandoffCommit, KVLayout, Ticket, TransportOffer
+from common.handoff import HandoffCommit, KVLayout, Ticket, TransportOffer
 from kv_transfer.pool import NumpyPool
 from kv_transfer.receiver import Receiver
 from kv_transfer.sender import Sender

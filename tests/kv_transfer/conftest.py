@@ -12,7 +12,7 @@ import pytest
 
 from common.config import TransferConfig
 from common.errors import BatonError, WorkerLostError
-from common.messages import HandoffCommit, KVLayout, Ticket, TransportOffer
+from common.handoff import HandoffCommit, KVLayout, Ticket, TransportOffer
 from kv_transfer.channel import ByteChannel, Connector, FrameChannel
 from kv_transfer.host import host_id
 from kv_transfer.pool import NumpyPool

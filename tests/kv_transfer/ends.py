@@ -26,20 +26,12 @@ from common.config import TransferConfig
 from common.config import Transport as TransportName
 from common.errors import BatonError
 from common.failpoints import Failpoints
+from common.handoff import HandoffCommit, HandoffReceipt, KVLayout, Ticket
 from common.hashing import HASH_UNIT_TOKENS
 from common.lifecycle import Tasks
-from common.messages import (
-    GenerationRequest,
-    HandoffCommit,
-    HandoffReceipt,
-    KVLayout,
-    ModelInfo,
-    Role,
-    SamplingParams,
-    Ticket,
-    WorkerInfo,
-)
+from common.messages import GenerationRequest, SamplingParams
 from common.metrics import WorkerMetrics
+from common.workers import ModelInfo, Role, WorkerInfo
 from decode_worker.reservation import Reservations
 from engine.blocks import BlockPool, BlockState
 from engine.sequence import Sequence as EngineSequence

@@ -12,7 +12,7 @@ import torch
 
 from common.config import TransferConfig
 from common.errors import BatonError
-from common.messages import HandoffCommit, HandoffReceipt, KVLayout, Ticket, TransportOffer
+from common.handoff import HandoffCommit, HandoffReceipt, KVLayout, Ticket, TransportOffer
 from kv_transfer.blocking import run_inline
 from kv_transfer.channel import FrameChannel
 from kv_transfer.layout import rank_heads

@@ -13,7 +13,7 @@ import numpy as np
 
 from common.config import TransferConfig
 from common.errors import BatonError
-from common.messages import HandoffCommit, KVLayout, Ticket, TransportOffer
+from common.handoff import HandoffCommit, KVLayout, Ticket, TransportOffer
 from kv_transfer.host import host_id
 from kv_transfer.pool import NumpyPool
 from kv_transfer.receiver import Receiver

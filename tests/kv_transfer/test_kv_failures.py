@@ -19,7 +19,7 @@ from common.errors import (
     TicketError,
     WorkerLostError,
 )
-from common.messages import TransportOffer
+from common.handoff import TransportOffer
 from kv_transfer.blocking import uninterrupted
 from kv_transfer.frames import (
     TRANSFER_VERSION,

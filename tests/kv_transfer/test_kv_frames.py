@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.errors import HandoffError
-from common.messages import KVLayout, Logprobs, TokenLogprob
+from common.handoff import KVLayout
+from common.messages import Logprobs, TokenLogprob
 from kv_transfer.frames import (
     MAX_FRAME_BYTES,
     MAX_TEXT_BYTES,

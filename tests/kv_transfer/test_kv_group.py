@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from common.errors import HandoffError, WorkerLostError
-from common.messages import HandoffCommit
+from common.handoff import HandoffCommit
 from kv_transfer.transports import group
 from kv_transfer.transports.group import Group, GroupMover, is_available
 from kv_transfer.transports.joining import Entries, Meeting, _host

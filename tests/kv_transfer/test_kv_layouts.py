@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from common.errors import HandoffError, LayoutMismatchError
-from common.messages import HandoffCommit, KVLayout
+from common.handoff import HandoffCommit, KVLayout
 from kv_transfer.plan import sending_heads
 from tests.kv_transfer.groups import Group, fill, laid_out, numbers_of, rank_layout
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import HandoffError, LayoutMismatchError
-from common.messages import KVLayout, Ticket
+from common.handoff import KVLayout, Ticket
 from kv_transfer.channel import Bytes
 from kv_transfer.copies import Gather, Scatter, make_wire, nobody
 from kv_transfer.layout import check_compatible, rank_heads

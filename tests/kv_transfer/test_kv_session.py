@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from common.errors import HandoffError
-from common.messages import FinishReason, HandoffReceipt
+from common.handoff import HandoffReceipt
+from common.messages import FinishReason
 from engine.ports import KVPush, KVReceiver, KVSender
 from kv_transfer.blocking import run_inline
 from kv_transfer.frames import (

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from common.errors import BatonError, HandoffError, IntegrityError, WorkerLostError
-from common.messages import HandoffCommit
+from common.handoff import HandoffCommit
 from kv_transfer.frames import INLINE, Piece
 from kv_transfer.host import host_id
 from kv_transfer.pool import NumpyPool

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import RequestCancelledError
-from common.messages import ContextTokens, PrefixSource, Role
+from common.messages import ContextTokens, PrefixSource
+from common.workers import Role
 from engine.blocks import BlockPool
 from engine.prefix_cache import PrefixCache
 from prefill_worker.scheduler import PrefillScheduler

@@ -9,7 +9,8 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from common.config import RouterConfig
-from common.messages import GenerationRequest, Role, SamplingParams
+from common.messages import GenerationRequest, SamplingParams
+from common.workers import Role
 from router.answer import Finished
 from router.fakes import FakeFleet, FakeWorker
 from router.service import RouterService

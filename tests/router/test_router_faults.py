@@ -9,8 +9,9 @@ import pytest
 
 from common.errors import DeadlineError
 from common.hashing import prefix_hashes, root_hash
-from common.messages import FinishReason, FirstToken, Role, WorkerEvent, WorkerState
+from common.messages import FinishReason, FirstToken
 from common.metrics import RouterMetrics
+from common.workers import Role, WorkerEvent, WorkerState
 from router.fakes import FakeFleet, FakeWorker, fake_answer
 from router.live_request import LiveRequest, Pulse
 from router.registry import Registry

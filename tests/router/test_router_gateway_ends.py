@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.config import Config
-from common.messages import Role
+from common.workers import Role
 from router.fakes import FakeFleet, FakeWorker, fake_answer
 from router.gateway_process import GrpcInterface
 from router.process import RunningRouter, run_router

@@ -9,7 +9,7 @@ import pytest
 
 from common.config import RouterConfig
 from common.errors import EngineError
-from common.messages import Role
+from common.workers import Role
 from router.fakes import fake_answer
 from tests.both_ways import events_of
 from tests.router.fleet import until

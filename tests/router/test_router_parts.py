@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from common.errors import ContextLengthError, HandoffError, NoCapacityError
 from common.hashing import HASH_UNIT_TOKENS, prefix_hashes, root_hash
-from common.messages import ContextTokens, FinishReason, GenerationRequest, ModelInfo, SamplingParams
+from common.messages import ContextTokens, FinishReason, GenerationRequest, SamplingParams
+from common.workers import ModelInfo
 from router.answer import Answer, Finished, NewTokens, Usage
 from router.ending import reason_to_end
 from router.outstanding import Outstanding

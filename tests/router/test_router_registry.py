@@ -9,7 +9,7 @@ import pytest
 
 from common.errors import UnavailableError, WorkerLostError
 from common.hashing import prefix_hashes, root_hash
-from common.messages import Role, WorkerEvent, WorkerState
+from common.workers import Role, WorkerEvent, WorkerState
 from router.fakes import FakeFleet, FakeWorker, fake_answer
 from router.registry import Registry
 from tests.router.fleet import a_request, collect, serving, until

@@ -13,7 +13,7 @@ import pytest
 
 from common.config import Config
 from common.errors import ConfigError
-from common.messages import Role
+from common.workers import Role
 from router.fakes import FakeFleet, FakeWorker, fake_answer
 from router.process import RunningRouter, run_router
 from tests.both_ways import events_of

@@ -17,7 +17,8 @@ from common.errors import (
     OverloadedError,
     UnavailableError,
 )
-from common.messages import FinishReason, Role
+from common.messages import FinishReason
+from common.workers import Role
 from router.attempt_runner import CLOSE_TIMEOUT_S
 from router.fakes import fake_answer
 from tests.router.fleet import a_request, collect, serving, until

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
+from common.handoff import KVLayout, PrefixReply, PrefixRequest, Ticket, TransportOffer
 from common.messages import (
     ContextTokens,
     Finish,
@@ -14,24 +15,12 @@ from common.messages import (
     FirstToken,
     GenerationRequest,
     HandoffDone,
-    Holder,
-    KVLayout,
-    ModelInfo,
     PrefillEvent,
-    PrefixReply,
-    PrefixRequest,
-    Role,
     SamplingParams,
-    Ticket,
     TokenBatch,
     TokenDelta,
-    TransportOffer,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerLedger,
-    WorkerLoad,
-    WorkerState,
 )
+from common.workers import Holder, ModelInfo, Role, WorkerEvent, WorkerInfo, WorkerLedger, WorkerLoad, WorkerState
 from rpc.servers import WorkerServer
 
 LAYOUT = KVLayout("fingerprint", 2, 2, 8, 16, "float32", total_kv_heads=2)

@@ -22,7 +22,7 @@ from common.errors import (
     RequestCancelledError,
     WorkerLostError,
 )
-from common.messages import PROTOCOL_VERSION
+from common.workers import PROTOCOL_VERSION
 from router.clients import DecodeClient, PrefillClient, WorkerClient
 from rpc.clients import GrpcDecodeClient, GrpcPrefillClient, GrpcWorkerClient
 from rpc.connection import MAX_MESSAGE_BYTES

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import messages
+from common import handoff, messages, workers
 from common.errors import BatonError, InvalidRequestError
 from common.messages import (
     ContextTokens,
@@ -31,8 +31,9 @@ from rpc.v1 import worker_pb2 as pb
 CODECS = {codec._dataclass: codec for codec in vars(conversion).values() if isinstance(codec, Codec)}
 TYPES = [
     value
-    for value in vars(messages).values()
-    if dataclasses.is_dataclass(value) and value.__module__ == messages.__name__
+    for module in (messages, handoff, workers)
+    for value in vars(module).values()
+    if dataclasses.is_dataclass(value) and value.__module__ == module.__name__
 ]
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

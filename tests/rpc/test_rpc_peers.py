@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from common.errors import AuthenticationError, DeadlineError, TicketError, WorkerLostError
-from common.messages import PrefixReply, PrefixRequest
+from common.handoff import PrefixReply, PrefixRequest
 from engine.ports import Peers
 from rpc.peers import GrpcPeers
 from rpc.servers import WorkerServer

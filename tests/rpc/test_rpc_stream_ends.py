@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from common.errors import DeadlineError, WorkerLostError
-from common.messages import TokenBatch, WorkerEvent
+from common.messages import TokenBatch
+from common.workers import WorkerEvent
 from rpc.clients import GrpcDecodeClient, GrpcPrefillClient, GrpcWorkerClient
 from rpc.connection import KEEPALIVE_S, KEEPALIVE_TIMEOUT_S
 from rpc.servers import WorkerServer

@@ -14,7 +14,8 @@ import pytest
 
 from common.config import load_config
 from common.errors import BatonError
-from common.messages import FinishReason, GenerationRequest, Logprobs, Role
+from common.messages import FinishReason, GenerationRequest, Logprobs
+from common.workers import Role
 from router.answer import Finished, NewTokens
 from sim.cluster import SimCluster, SimConfig
 from sim.device import expected_logprobs, expected_tokens

@@ -12,7 +12,9 @@ import pytest
 
 from common.config import load_config
 from common.errors import BatonError, RequestCancelledError, TicketError, WorkerLostError
-from common.messages import GenerationRequest, Ticket, TokenBatch, WorkerState
+from common.handoff import Ticket
+from common.messages import GenerationRequest, TokenBatch
+from common.workers import WorkerState
 from decode_worker.worker import DecodeWorker
 from router.readiness import Readiness
 from router.service import RouterService

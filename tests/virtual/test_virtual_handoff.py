@@ -16,7 +16,7 @@ import pytest
 
 from common.config import load_config
 from common.errors import DeadlineError
-from common.messages import Role
+from common.workers import Role
 from sim.cluster import Outcome, SimCluster, SimConfig
 from tests.virtual.scenario import assert_right, request, scenario
 
