@@ -4,7 +4,7 @@ Knows how commands are found, configured and how they fail; what they do is in `
 Command modules import what is heavy (Ray, model files) when they run, so that `baton --help` answers at once.
 
 Exit status: 0 when the command did what it says, 1 when it failed (one line on standard error),
-2 when it was called wrongly, 130 when it was interrupted before it was done.
+2 when it was called wrongly, 130 when it was interrupted before it was done (`serve` is done when it is asked to end).
 """
 
 from __future__ import annotations

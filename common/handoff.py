@@ -5,7 +5,7 @@ Knows nothing of the frames that KV travels in (`kv_transfer/frames.py`), nor of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from common.messages import ContextTokens, FinishReason, Logprobs
 
@@ -108,7 +108,7 @@ class HandoffCommit:
     index: int
     num_pieces: int
     finish: FinishReason | None = None
-    context: ContextTokens = ContextTokens()
+    context: ContextTokens = field(default_factory=ContextTokens)
     logprobs: Logprobs | None = None
 
 

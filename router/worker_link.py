@@ -82,7 +82,9 @@ class WorkerLink:
                 if was_alive:
                     # One that drained has said that it would go.
                     level = logging.DEBUG if self._worker.state is WorkerState.DRAINING else logging.WARNING
-                    log.log(level, "lost worker: %s", error.message, extra={"worker_id": self._worker.worker_id})
+                    log.log(
+                        level, "worker out of service: %s", error.message, extra={"worker_id": self._worker.worker_id}
+                    )
                 self._disconnected(error)
             except Exception as error:  # the top of this connection: no peer may end the keeping up of it
                 was_alive = self._worker.alive

@@ -6,8 +6,9 @@ Life of the command:
 2. Ray is started (or joined) and the controller actor brings the processes up; its progress goes to
    standard error, as do all logs.
 3. One line per router goes to standard output, `ready http://HOST:PORT grpc://HOST:PORT`, and nothing else.
-4. SIGINT or SIGTERM: routers end, then workers, then Ray. A second signal kills all of it at once. When this
-   process itself is killed, the guardian does what is left.
+4. SIGINT or SIGTERM, at whatever moment: routers end, then workers, then Ray, and the exit status is 0, for that is
+   what was asked for. A second signal kills all of it at once. When this process itself is killed, the guardian
+   does what is left.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cluster.commands.output import write_progress
-from cluster.end_signals import INTERRUPTED, EndSignals
+from cluster.end_signals import EndSignals
 from common.config import Config, load_config
 from common.errors import DeadlineError, WorkerLostError, from_wire
 
@@ -65,6 +66,17 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        served = _run(arguments)
+    except KeyboardInterrupt:  # nothing was started yet
+        served = False
+    write_progress("ended" if served else "interrupted before the cluster was up")
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> bool:
+    """Until a signal; True when the cluster was up by then."""
     from cluster import preflight
     from cluster.ray_session import open_ray
     from common.log import setup_logging
@@ -73,7 +85,6 @@ def run(arguments: argparse.Namespace) -> int:
     preflight.check_available(config)
     result = _take_stdout()
     setup_logging(config.log, "serve")
-    signal.signal(signal.SIGTERM, _interrupt)
     config = _with_secret(_with_absolute_paths(config))
     if config.cluster.address is None:
         from cluster.model_check import check_model
@@ -94,8 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         clean = session.close()
     if not clean:
         raise DeadlineError("Ray's processes did not end in time")
-    write_progress("ended" if served else "interrupted before the cluster was up")
-    return 0 if served else INTERRUPTED
+    return served
 
 
 async def _serve(config: Config, session: RaySession, result: TextIO, signals: EndSignals) -> bool:

@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.2
 
+BACKLOG = 1024
+"""A whole fleet may come at once, after a restart say. Whom the kernel has no place for tries again a second later
+over TCP, and is not let in at all over a Unix socket."""
+
 Welcome = Callable[[socket.socket], Awaitable[FrameChannel]]
 """The channel over a new connection. Raises OSError, WorkerLostError or HandoffError for one that is refused."""
 
@@ -34,7 +38,7 @@ class SocketListener:
         self._tasks = Tasks()
         self._accepted: dict[int, socket.socket] = {}
         """Connections whose task has not begun; one cancelled before that cannot close its own."""
-        self._socket.listen()
+        self._socket.listen(BACKLOG)
 
     def start(self) -> None:
         self._tasks.spawn(self._accept(), f"kv {self._name} accept")

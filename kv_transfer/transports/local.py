@@ -75,6 +75,9 @@ class LocalFrames:
         return payload
 
     async def close(self) -> None:
+        self.end()
+
+    def end(self) -> None:
         self._closed_here = True
         for end in (self, self._peer):
             end._ended = True
@@ -121,7 +124,8 @@ class Local:
         if listener is None:
             raise WorkerLostError("nobody in this process listens at that local address any more")
         near, far = frames_pair(self._staging_bytes)
-        listener.tasks.spawn(_serve(listener.serve, far), "kv local channel")
+        serving = listener.tasks.spawn(_serve(listener.serve, far), "kv local channel")
+        serving.add_done_callback(lambda _: far.end())  # also when it broke, or was cancelled before it had begun
         return near
 
     async def close(self) -> None:

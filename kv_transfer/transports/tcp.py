@@ -127,7 +127,7 @@ class TcpFrames:
         await self._connection.fill([header])
         frame = decode(header)
         if payload_bytes and not isinstance(frame, Piece):
-            raise HandoffError(f"a {type(frame).__name__} frame came with {payload_bytes} bytes of payload")
+            raise HandoffError(f"a frame of kind {type(frame).__name__} came with {payload_bytes} bytes of payload")
         self._due_bytes = payload_bytes
         return frame
 
@@ -216,13 +216,15 @@ class Tcp:
         return offer.name == self.name
 
     async def listen(self, serve: Serve) -> str | None:
-        family, place = await _resolve(self._host, 0)
-        sock = _socket(family)
+        sock: socket.socket | None = None
         try:
+            family, place = await _resolve(self._host, 0)
+            sock = _socket(family)
             sock.bind(place)
             self._listener = SocketListener(self.name, sock, self._welcome, serve)
         except OSError as error:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise WorkerLostError(f"cannot listen on {self._host}: {error.strerror or error}") from error
         self._listener.start()
         host = f"[{self._host}]" if ":" in self._host else self._host
@@ -276,7 +278,10 @@ class Tcp:
 
 async def _resolve(host: str, port: int) -> tuple[int, tuple[str, int]]:
     """(family, numeric place) of the first address of ``host``. Raises OSError."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label of more than 63 characters, say
+        raise OSError(f"{host!r} is no host name: {error}") from error
     family, _, _, _, place = found[0]
     return family, (str(place[0]), int(place[1]))
 

@@ -85,6 +85,8 @@ def test_the_figures_of_a_small_run() -> None:
     assert figures["error_samples"] == {"http_429": "why", "reset": "why"}
     assert figures["duration_s"] == 10.0  # until the last failure, the tail included
     assert figures["ttft_ms"]["mean"] == pytest.approx((500 + 100 + 1000) / 3)
+    largest = {"ttft_ms": 1000.0, "itl_ms": 300.0, "tpot_ms": 400 / 3, "e2e_ms": 1000.0}
+    assert {key: figures[key]["max"] for key in largest} == pytest.approx(largest)
     assert figures["itl_ms"]["mean"] == pytest.approx((100 + 300 + 100) / 3)
     assert set(figures["itl_ms"]) == {"mean", "p50", "p90", "p99", "p999", "max"}
     assert figures["stall_share"] == pytest.approx(0.3 / 0.5)
@@ -109,4 +111,4 @@ def test_a_run_without_any_answer_has_figures_too() -> None:
     assert load_figures([], 5.0, Targets())["output_tok_s"] == 0.0
     figures = load_figures([failure(1.0, "connect", 1.0)], 1.0, Targets())
     assert (figures["requests"], figures["ok"], figures["goodput_rps"]) == (1, 0, 0.0)
-    assert figures["ttft_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None}
+    assert figures["ttft_ms"] == {"mean": None, "p50": None, "p90": None, "p99": None, "max": None}

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bench.load.driver import LoadRun
 from bench.load.figures import Targets, load_figures
@@ -117,3 +118,10 @@ def test_every_run_with_an_answer_can_be_drawn_and_shown(given: LoadResult, tmp_
     draw(given, path)
     assert path.stat().st_size > 10_000
     assert summary(given.figures).renderables
+
+
+def test_the_table_shows_the_largest_of_all_times() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(summary(result(answered(0.0, 0.1, 0.11, 0.9)).figures))
+    rows = {row.split()[1]: row.split()[-2] for row in console.export_text().splitlines() if row.startswith("│")}
+    assert rows == {"TTFT": "100.00", "ITL": "790.00", "TPOT": "400.00", "end": "900.00"}

@@ -175,7 +175,7 @@ async def test_only_a_loss_that_nobody_asked_for_is_a_warning(drained: bool, cap
         gone.kill()
         await until(lambda: service.registry.worker("d1").state is WorkerState.DEAD)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == ([] if drained else ["lost worker: the connection to d1 broke"])
+    assert warned == ([] if drained else ["worker out of service: the connection to d1 broke"])
 
 
 async def test_new_members_take_part() -> None:
