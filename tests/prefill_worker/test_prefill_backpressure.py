@@ -125,7 +125,9 @@ def test_a_handoff_that_fails_makes_room() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), chunk=st.integers(4, 40), most=st.integers(0, 80), places=st.integers(1, 4))
-def test_what_is_held_for_a_target_is_bounded_and_everything_ends(seed: int, chunk: int, most: int, places: int) -> None:
+def test_what_is_held_for_a_target_is_bounded_and_everything_ends(
+    seed: int, chunk: int, most: int, places: int
+) -> None:
     rng = random.Random(seed)
     worker = Worker(chunk, most, places)
     wanted = {f"{chr(97 + number)}": rng.randrange(1, 50) for number in range(16)}
@@ -136,7 +138,7 @@ def test_what_is_held_for_a_target_is_bounded_and_everything_ends(seed: int, chu
         moved = worker.step()
         for target in ("d0", "d1", "d2"):
             held = [s.num_context for name, s in worker.held.items() if targets[name] == target]
-            # Before its last step it was not beyond the bound; that step ended one prompt and at most a chunk of others.
+            # Before its last step it was within the bound; that step ended one prompt, and a chunk of others at most.
             assert sum(held) <= most + 2 * max(wanted.values()) + chunk
         if worker.held and (not moved or rng.random() < 0.3):
             name = rng.choice(list(worker.held))

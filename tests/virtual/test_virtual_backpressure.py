@@ -80,19 +80,3 @@ def test_a_link_that_keeps_up_changes_nothing(length: int) -> None:
         return scenario(settings, story)
 
     assert log(4) == log(NEVER)
-
-
-def test_a_stalled_pair_does_not_stop_the_other_pairs_prompts_that_are_there() -> None:
-    settings = config(0, decode=2)
-
-    async def story(cluster: SimCluster) -> None:
-        link = cluster.links["prefill-0", "decode-0"]
-        fast, link.bytes_per_s = link.bytes_per_s, 1e4
-        asking = [asyncio.ensure_future(cluster.ask(request(f"r{number}", LENGTH, 4))) for number in range(40)]
-        await asyncio.sleep(5.0)
-        print(sum(a.done() for a in asking))
-        link.bytes_per_s = fast
-        for outcome in await asyncio.gather(*asking):
-            assert_right(outcome, settings)
-
-    scenario(settings, story)
