@@ -37,6 +37,19 @@ class ByteChannel(Protocol):
         ...
 
 
+@runtime_checkable
+class PartsChannel(ByteChannel, Protocol):
+    """A ByteChannel that need not have a message in one piece: large ones cost a copy less at either end."""
+
+    async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """`send` of the message that ``parts`` (contiguous bytes) make; none is read any more once this waits."""
+        ...
+
+    async def receive_parts(self) -> list[memoryview]:
+        """The next message in the parts in which it came, none at a clean end; raises as `receive`."""
+        ...
+
+
 Connector = Callable[[str], Awaitable[ByteChannel]]
 """Connects to an address. Raises WorkerLostError when nobody answers there, other BatonErrors when the
 peer refuses.

@@ -202,6 +202,11 @@ def piece_header(piece: Piece) -> bytes:
 PIECE_HEADER_BYTES = _PIECE.size
 
 
+def is_piece(data: bytes | memoryview) -> bool:
+    """Whether ``data`` begins as a piece: with `PIECE_HEADER_BYTES` of header, then the payload if there is one."""
+    return data[0] == _KINDS[Piece]
+
+
 def _check(fields: bytes | memoryview) -> int:
     return xxhash.xxh32_intdigest(fields)
 

@@ -2,9 +2,9 @@
 
     connect(address) ──▶ KVChannel ═══ Channel call ═══ KVChannel ──▶ KVService.serve
 
-What the bytes are is unknown here. A client that ends on purpose says so with an empty message, because
-gRPC does not tell a server whether its client finished or died; a server ends with the call's status.
-gRPC's flow control is the only buffer: `send` waits while the peer does not read.
+What the bytes are is unknown here, how they lie on the wire is `kv_frame.py`'s. A client that ends on purpose says
+so with an empty message, because gRPC does not tell a server whether its client finished or died; a server ends
+with the call's status. gRPC's flow control is the only buffer: `send` waits while the peer does not read.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import grpc
 
 from common.errors import BatonError, WorkerLostError
 from rpc.connection import ACCEPTED, MAX_MESSAGE_BYTES, accepted, open_channel, secret_metadata
+from rpc.freed_memory import keep_freed_memory
+from rpc.kv_frame import pack_frames, unpack_frame
 from rpc.status import from_rpc_error, made_by_grpc, reports_errors
 from rpc.v1 import worker_pb2 as pb
-from rpc.v1 import worker_pb2_grpc as pb_grpc
 
 log = logging.getLogger(__name__)
 
@@ -33,12 +34,14 @@ CLOSE_S = 2.0
 """How long an end that has closed waits for the other one."""
 
 MAX_DATA_BYTES = MAX_MESSAGE_BYTES - 64
+SERVICE = pb.DESCRIPTOR.services_by_name["KV"].full_name
+METHOD = pb.DESCRIPTOR.services_by_name["KV"].methods[0].name
 
 
 class KVChannel:
-    """One end. One task sends and one receives at a time; cancelling either leaves the channel whole.
+    """One end. One task receives at a time; cancelling it, or one that sends, leaves the channel whole.
 
-    ``read`` gives the next message, ``b""`` at a clean end; ``write`` sends one; ``end`` tells the peer
+    ``read`` gives the next frame, ``b""`` at a clean end; ``write`` sends one; ``end`` tells the peer
     that nothing more will come. All three raise BatonError.
     """
 
@@ -49,12 +52,15 @@ class KVChannel:
         write: Callable[[bytes], Awaitable[None]],
         end: Callable[[], Awaitable[None]],
     ) -> None:
+        keep_freed_memory()
         self.peer = peer
         self._read = read
         self._write = write
         self._end = end
         # gRPC cancels the whole call with the task that reads or writes, so each does it in a task of its own.
         self._reading: asyncio.Future[bytes] | None = None
+        self._parts: list[memoryview] = []
+        """Of the message that is being received."""
         self._writing: asyncio.Future[None] | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: BatonError | None = None
@@ -64,27 +70,49 @@ class KVChannel:
 
         ``data``: 1 to `MAX_DATA_BYTES` bytes.
         """
-        if not 0 < len(data) <= MAX_DATA_BYTES:
-            raise BatonError(f"a message of a KV channel has 1 to {MAX_DATA_BYTES} bytes, this one {len(data)}")
-        if self._writing is not None:  # a send that was cancelled half-way
-            await self._outcome(self._writing)
-        self._writing = self._start(lambda: self._write(data))
-        await self._outcome(self._writing)
-        self._writing = None
+        await self.send_parts((data,))
+
+    async def send_parts(self, parts: Sequence[bytes | memoryview]) -> None:
+        """`send` of the message that ``parts`` (contiguous bytes) make; none is read any more once this waits."""
+        num_bytes = sum(map(len, parts))
+        if not 0 < num_bytes <= MAX_DATA_BYTES:
+            raise BatonError(f"a message of a KV channel has 1 to {MAX_DATA_BYTES} bytes, this one {num_bytes}")
+        frames = pack_frames(parts)
+        while (earlier := self._writing) is not None:  # another task's, or one that was cancelled half-way
+            await self._outcome(earlier)
+            if self._writing is earlier:
+                self._writing = None
+        writing = self._writing = self._start(lambda: self._write_all(frames))
+        await self._outcome(writing)
+        if self._writing is writing:
+            self._writing = None
 
     async def receive(self) -> bytes:
         """The next message, ``b""`` once either side has closed. Raises WorkerLostError when the peer is
         gone, or what the serving side raised.
         """
-        try:
-            if self._reading is None:
-                self._reading = self._start(self._read)
-            data = await self._outcome(self._reading)
-        except _ClosedHereError:
-            return b""
-        if data:
+        return b"".join(await self.receive_parts())
+
+    async def receive_parts(self) -> list[memoryview]:
+        """The next message in the parts in which it came, none at the end; raises as `receive`."""
+        more = True
+        while more:
+            try:
+                if self._reading is None:
+                    self._reading = self._start(self._read)
+                frame = await self._outcome(self._reading)
+            except _ClosedHereError:
+                return []
+            if not frame:
+                return []
             self._reading = None
-        return data
+            data, more = unpack_frame(frame)
+            self._parts.append(data)
+            num_bytes = sum(map(len, self._parts))
+            if num_bytes > MAX_DATA_BYTES:
+                raise BatonError(f"a message of a KV channel has 1 to {MAX_DATA_BYTES} bytes, this one {num_bytes}")
+        parts, self._parts = self._parts, []
+        return parts
 
     async def close(self) -> None:
         """Ends the channel; the peer's `receive` gives ``b""``. Harmless when it has ended already."""
@@ -126,6 +154,10 @@ class KVChannel:
     def _reason(self) -> BatonError:
         return self._error or _ClosedHereError(f"the KV channel with {self.peer} is closed")
 
+    async def _write_all(self, frames: list[bytes]) -> None:
+        for frame in frames:
+            await self._write(frame)
+
     async def _drain(self) -> None:
         """gRPC tells a client that its call has ended only when it has read all that came before."""
         with contextlib.suppress(BatonError):
@@ -151,18 +183,19 @@ async def connect(address: str, *, secret: str | None = None, timeout_s: float =
     ConfigError when that worker serves no KV.
     """
     connection = open_channel(address)
-    call: Any = pb_grpc.KVStub(connection).Channel(metadata=secret_metadata(secret))  # type: ignore[call-arg]
+    stub: Any = connection  # its types ask for serializers, of which frames need none
+    call: Any = stub.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=secret_metadata(secret))
 
     async def read() -> bytes:
         try:
             frame: Any = await call.read()
         except grpc.aio.AioRpcError as error:
             raise _explain(error, address) from error
-        return b"" if frame is EOF else bytes(frame.data)
+        return b"" if frame is EOF else cast(bytes, frame)
 
-    async def write(data: bytes) -> None:
+    async def write(frame: bytes) -> None:
         try:
-            await call.write(pb.KVFrame(data=data))
+            await call.write(frame)
         except grpc.aio.AioRpcError as error:
             raise _explain(error, address) from error
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
@@ -208,23 +241,30 @@ class KVService(Protocol):
         ...
 
 
-class KVServicer(pb_grpc.KVServicer):
+class KVServicer:
+    """The service of worker.proto, for frames as they lie on the wire."""
+
     def __init__(self, service: KVService) -> None:
         self._service = service
 
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Before the server starts."""
+        handlers = {METHOD: grpc.stream_stream_rpc_method_handler(self.Channel)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
     @reports_errors
-    async def Channel(self, _requests: Any, context: Any) -> None:  # type: ignore[override]
+    async def Channel(self, _requests: Any, context: Any) -> None:
         peer = context.peer()
 
         async def read() -> bytes:
-            frame = await context.read()
+            frame: Any = await context.read()
             if frame is EOF:
                 raise WorkerLostError(f"the KV channel with {peer} was cut")
-            return bytes(frame.data)
+            return cast(bytes, frame)
 
-        async def write(data: bytes) -> None:
+        async def write(frame: bytes) -> None:
             try:
-                await context.write(pb.KVFrame(data=data))
+                await context.write(frame)
             except grpc.aio.BaseError as error:
                 raise WorkerLostError(f"the KV channel with {peer} was cut ({error})") from error
 

@@ -72,7 +72,7 @@ class WorkerServer:
             pb_grpc.add_DecodeServicer_to_server(DecodeServicer(decode), self._server)
             self._served.append(services["Decode"].full_name)
         if kv is not None:
-            pb_grpc.add_KVServicer_to_server(KVServicer(kv), self._server)
+            KVServicer(kv).add_to(self._server)
             self._served.append(services["KV"].full_name)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         await self.set_serving(True)

@@ -18,6 +18,9 @@ class Acknowledgements:
         self._waiting = 0
         self._last: PieceAck | None = None
 
+    def __bool__(self) -> bool:
+        return self._last is not None
+
     def before(self, frame: Frame) -> list[Frame]:
         """What has to be sent now that the session sends ``frame``; that is among it, or kept."""
         if not isinstance(frame, PieceAck):

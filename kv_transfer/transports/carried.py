@@ -19,7 +19,7 @@ from kv_transfer.channel import ByteChannel, Connector, FrameChannel
 from kv_transfer.transport import Serve
 from kv_transfer.transports.inline import InlineFrames
 
-CARRIER_VERSION = 1
+CARRIER_VERSION = 2
 _HELLO = struct.Struct("<8sH")
 _MAGIC = b"baton-kv"
 MAX_NAME_BYTES = 32

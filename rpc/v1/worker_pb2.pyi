@@ -342,22 +342,26 @@ Global___CancelResponse: _TypeAlias = CancelResponse  # noqa: Y015
 
 @_typing.final
 class KVFrame(_message.Message):
-    """One message of a KV channel; what is in it is the business of its two ends. An empty one says that the
-    sender has ended on purpose: a stream that stops without it was cut.
+    """One message of a KV channel, or a part of it: `more` says that the message goes on in the next frame. What is
+    in it is the business of its two ends. An empty one says that the sender has ended on purpose: a stream that
+    stops without it was cut.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DATA_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
+    more: _builtins.bool
     def __init__(
         self,
         *,
         data: _builtins.bytes = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
