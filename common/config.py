@@ -68,7 +68,7 @@ class PrefillConfig(_Section):
     chunk_tokens: int = Field(512, ge=1, description="token budget of one step")
     max_sequences: int = Field(8, ge=1, description="prompts in one step")
     undelivered_chunks: int = Field(
-        16,
+        4,
         ge=0,
         description="computed prompts whose KV is still on its way to one decode worker, the latest not counted, may "
         "have so many times `chunk_tokens` tokens; beyond that no further prompt for it is computed",

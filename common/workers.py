@@ -46,7 +46,9 @@ class WorkerLoad:
     """A worker's numbers between two steps. Blocks are pool blocks, tokens are context tokens.
 
     ``waiting_tokens`` is the uncached prompt work that is queued or under way (prefill), the KV
-    tokens held by running sequences for decode are ``running_tokens``.
+    tokens held by running sequences for decode are ``running_tokens``. ``clogged`` are the ids of decode workers
+    for which a prefill worker computes nothing now: what it computed for them before is still on its way. Prompts
+    for them are not among ``waiting_tokens``.
     """
 
     state: WorkerState = WorkerState.STARTING
@@ -66,6 +68,7 @@ class WorkerLoad:
     kv_bytes_received: int = 0
     sending: TransferCounters = field(default_factory=TransferCounters)
     receiving: TransferCounters = field(default_factory=TransferCounters)
+    clogged: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,16 @@ class PrefillScheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Context tokens still to compute."""
-        return sum(s.num_remaining for part in (self._waiting, self._pulling, self._running) for s in part.values())
+        """Context tokens still to compute, but those for clogged targets."""
+        clogged = self._undelivered.clogged()
+        parts = (self._waiting, self._pulling, self._running)
+        target = self._undelivered.target
+        return sum(s.num_remaining for part in parts for s in part.values() if target(s.key) not in clogged)
+
+    @property
+    def clogged(self) -> tuple[str, ...]:
+        """The targets for which nothing is computed now (`Undelivered`)."""
+        return tuple(sorted(self._undelivered.clogged()))
 
     def add(self, sequence: Sequence, target: str = "", num_there: int = 0) -> None:
         """Puts a sequence in the queue: smaller priority first, then the order of arrival. Its KV is for the

@@ -211,4 +211,5 @@ class PrefillWorker(EngineWorker):
             kv_bytes_received=self._pulls.received_bytes,
             sending=replace(self._exchange.sender.counters),
             receiving=replace(self._exchange.receiver.counters),
+            clogged=scheduler.clogged,
         )

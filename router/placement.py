@@ -51,6 +51,10 @@ class Outlook(Protocol):
     def max_sequence_tokens(self) -> int: ...
     @property
     def accepting(self) -> bool: ...
+    @property
+    def clogged(self) -> Collection[str]:
+        """Ids of decode workers to which this prefill worker's KV does not get away."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,9 @@ def place_pair(
 
     ``hits``: worker address → tokens of the prompt that it holds. ``backlog_tokens``: a prefill worker
     with this much waiting, or without room for the prompt, gets no more, since backlog belongs into the
-    router's queue, where it is in order and holds no decode worker's blocks. Workers in ``avoid`` are taken
-    only when there is no other. ``pulls``: prefixes may be pulled, at this cost, from any of the workers.
+    router's queue, where it is in order and holds no decode worker's blocks. Nor is a pair made of which the one
+    does not get rid of what it has computed for the other. Workers in ``avoid`` are taken only when there is no
+    other. ``pulls``: prefixes may be pulled, at this cost, from any of the workers.
 
     Raises NoCapacityError when all are full for now, ContextLengthError when none is large enough.
     """
@@ -140,22 +145,30 @@ def place_pair(
     prefills = _large_enough(prefills, demand.context_tokens, "prefill")
     decodes = _large_enough(decodes, demand.final_tokens, "decode")
     free = [w for w in prefills if w.waiting_tokens < backlog_tokens and _has_room(w, demand, hits)]
-    ready = _preferred(free, avoid)
-    if not ready:
+    if not free:
         raise NoCapacityError(
             f"each of {len(prefills)} prefill workers has {backlog_tokens} tokens or more to compute, "
             f"or no room for the KV of {demand.context_tokens}"
         )
-    roomy = _preferred(_with_room(demand, decodes, hits), avoid)
+    roomy = _with_room(demand, decodes, hits)
+    paired = [worker for worker in free if not worker.clogged or _reached(worker, roomy)]
+    if not paired:
+        raise NoCapacityError(
+            f"the KV that {len(free)} prefill workers have computed for the decode workers with room has yet to arrive"
+        )
 
     def prefill_load(worker: Outlook) -> int:
         return worker.waiting_tokens
 
-    return Decision(
-        prefill=_least_work(ready, demand, hits, prefill_load, computes=True, offer=offer),
-        decode=_least_work(roomy, demand, hits, _decode_load),
-        reason="split",
-    )
+    prefill = _least_work(_preferred(paired, avoid), demand, hits, prefill_load, computes=True, offer=offer)
+    (chosen,) = [worker for worker in paired if worker.address == prefill.address]
+    decode = _least_work(_preferred(_reached(chosen, roomy), avoid), demand, hits, _decode_load)
+    return Decision(prefill=prefill, decode=decode, reason="split")
+
+
+def _reached(prefill: Outlook, decodes: Sequence[Outlook]) -> list[Outlook]:
+    """Those to which the KV of ``prefill`` gets away."""
+    return [worker for worker in decodes if worker.worker_id not in prefill.clogged]
 
 
 def place_local(

@@ -118,6 +118,11 @@ class Worker:
         """
         return not self._full and not (self._tight and self.outstanding.num_unsent)
 
+    @property
+    def clogged(self) -> tuple[str, ...]:
+        """Ids of decode workers to which its KV does not get away."""
+        return self.load.clogged
+
     # ── what the link tells ───────────────────────────────────────────────────────────────────────
 
     def connected(self, info: WorkerInfo, client: PrefillClient | DecodeClient, now: float) -> None:

@@ -1141,6 +1141,7 @@ class WorkerLoad(_message.Message):
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     SENDING_FIELD_NUMBER: _builtins.int
     RECEIVING_FIELD_NUMBER: _builtins.int
+    CLOGGED_FIELD_NUMBER: _builtins.int
     state: Global___WorkerState.ValueType
     num_waiting: _builtins.int
     num_running: _builtins.int
@@ -1160,6 +1161,8 @@ class WorkerLoad(_message.Message):
     def sending(self) -> Global___TransferCounters: ...
     @_builtins.property
     def receiving(self) -> Global___TransferCounters: ...
+    @_builtins.property
+    def clogged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1180,10 +1183,11 @@ class WorkerLoad(_message.Message):
         kv_bytes_received: _builtins.int = ...,
         sending: Global___TransferCounters | None = ...,
         receiving: Global___TransferCounters | None = ...,
+        clogged: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receiving", b"receiving", "sending", b"sending"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "computed_context_tokens", b"computed_context_tokens", "decode_steps", b"decode_steps", "decoded_tokens", b"decoded_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions", b"preemptions", "prefill_steps", b"prefill_steps", "receiving", b"receiving", "running_tokens", b"running_tokens", "sending", b"sending", "state", b"state", "total_blocks", b"total_blocks", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "clogged", b"clogged", "computed_context_tokens", b"computed_context_tokens", "decode_steps", b"decode_steps", "decoded_tokens", b"decoded_tokens", "free_blocks", b"free_blocks", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "num_running", b"num_running", "num_waiting", b"num_waiting", "preemptions", b"preemptions", "prefill_steps", b"prefill_steps", "receiving", b"receiving", "running_tokens", b"running_tokens", "sending", b"sending", "state", b"state", "total_blocks", b"total_blocks", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

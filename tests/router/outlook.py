@@ -15,6 +15,7 @@ class Load:
     block_size: int = 16
     max_sequence_tokens: int = 16_000
     accepting: bool = True
+    clogged: tuple[str, ...] = ()
 
     @property
     def worker_id(self) -> str:

@@ -29,6 +29,21 @@ def place(prefills, decodes, hits=None, *, context=100, backlog=10_000, avoid=()
 # ── placement ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_no_pair_is_made_over_a_way_that_is_clogged():
+    """The least busy of each pool do not go together; the least busy prefill worker with a free way decides."""
+    decodes = [Load("d0"), Load("d1", running_tokens=500)]
+    decision = place([Load("p0", 10, clogged=("d0",)), Load("p1", 20)], decodes)
+    assert decision.prefill is not None
+    assert (decision.prefill.address, decision.decode.address) == ("p0", "d1")
+    decision = place([Load("p0", 10, clogged=("d0", "d1")), Load("p1", 20, clogged=("d0",))], decodes)
+    assert decision.prefill is not None
+    assert (decision.prefill.address, decision.decode.address) == ("p1", "d1")
+    # The way that is left leads to a worker without room.
+    decodes[1].accepting = False
+    with pytest.raises(NoCapacityError, match="has yet to arrive"):
+        place([Load("p0", clogged=("d0",))], decodes)
+
+
 def test_least_work_wins_and_ties_go_to_the_first():
     decision = place([Load("p0", 50), Load("p1", 20), Load("p2", 20)], [Load("d0", running_tokens=9), Load("d1")])
     assert decision.prefill is not None

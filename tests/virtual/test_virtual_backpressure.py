@@ -80,3 +80,23 @@ def test_a_link_that_keeps_up_changes_nothing(length: int) -> None:
         return scenario(settings, story)
 
     assert log(4) == log(NEVER)
+
+
+def test_a_stalled_way_does_not_hold_up_the_others() -> None:
+    """One prefill worker, two decode workers, and the link to one of them stands still."""
+    settings = config(4, decode=2)
+    names = [f"r{number}" for number in range(40)]
+
+    async def story(cluster: SimCluster) -> int:
+        link = cluster.links["prefill-0", "decode-0"]
+        fast, link.bytes_per_s = link.bytes_per_s, 1e4
+        asking = asyncio.ensure_future(ask_all(cluster, settings, names))
+        await asyncio.sleep(5)
+        num_stuck = cluster.service.records.num_live
+        link.bytes_per_s = fast
+        await asking
+        return num_stuck
+
+    # Those that were on their way to the stalled one before it was known: a bound's worth, and two more.
+    num_stuck = scenario(settings, story)
+    assert 0 < num_stuck <= 4 * CHUNK // LENGTH + 2 + 2 * CHUNK // LENGTH
