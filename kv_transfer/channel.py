@@ -29,7 +29,9 @@ class ByteChannel(Protocol):
         ...
 
     async def receive(self) -> bytes:
-        """The next message, ``b""`` at a clean end. Raises WorkerLostError when the peer is gone."""
+        """The next message, ``b""`` at a clean end. Raises WorkerLostError when the peer is gone. Cancelling it
+        loses nothing.
+        """
         ...
 
     async def close(self) -> None:

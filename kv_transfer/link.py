@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 from common.config import TransferConfig
 from common.errors import BatonError, HandoffError, WorkerLostError, from_wire
@@ -146,6 +146,7 @@ class Link:
         for push in list(self._pushes.values()):
             push.fail(error)
         self._in_flight.clear()
+        self._in_flight_bytes = 0
         self._control.clear()
         self._wake.set()
         self._on_lost(self)
@@ -194,7 +195,10 @@ class Link:
         self._turns[stream] = self._turns.pop(stream)  # behind all others
         try:
             lent = push.lend(run, self._pool) if self._direct is not None else None
-            digest = lent[0] if lent is not None else await self._copy(push, run, staged)
+            if lent is not None:
+                digest: int | None = lent[0]
+            else:
+                digest = await push.read(run, staged.buffer, self._pool, self._run_blocking)
         except Exception as error:  # the top of this handoff: its neighbours go on
             text = f"cannot read blocks {first} to {first + count} of layer {layer} from the pool: {error!r}"
             push.fail(HandoffError(text), text)
@@ -214,9 +218,6 @@ class Link:
         else:
             await self._channel.send(piece)
         return True
-
-    def _copy(self, push: Push, run: tuple[int, int, int], staged: Staged) -> Awaitable[int | None]:
-        return push.read(run, staged.buffer, self._pool, self._run_blocking)
 
     def _open(self, push: Push, verify: bool, wire: str) -> None:
         push.opened(verify, wire)

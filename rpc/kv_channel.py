@@ -34,6 +34,9 @@ CLOSE_S = 2.0
 """How long an end that has closed waits for the other one."""
 
 MAX_DATA_BYTES = MAX_MESSAGE_BYTES - 64
+MAX_FRAMES = 64
+"""Of one message."""
+
 SERVICE = pb.DESCRIPTOR.services_by_name["KV"].full_name
 METHOD = pb.DESCRIPTOR.services_by_name["KV"].methods[0].name
 
@@ -111,6 +114,8 @@ class KVChannel:
             num_bytes = sum(map(len, self._parts))
             if num_bytes > MAX_DATA_BYTES:
                 raise BatonError(f"a message of a KV channel has 1 to {MAX_DATA_BYTES} bytes, this one {num_bytes}")
+            if len(self._parts) > MAX_FRAMES:  # empty ones would never add up to too many bytes
+                raise BatonError(f"a message of a KV channel comes in at most {MAX_FRAMES} frames")
         parts, self._parts = self._parts, []
         return parts
 

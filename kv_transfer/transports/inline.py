@@ -42,21 +42,16 @@ class InlineFrames:
     def __init__(self, channel: ByteChannel, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._channel = channel if isinstance(channel, PartsChannel) else _WholeMessages(channel)
-        self._buffers = Buffers()
-        self._staged_bytes = 0
+        self._buffers = Buffers(capacity_bytes)
         self._unsaid = Acknowledgements(ACKS_TOGETHER)
         self._payload: list[memoryview] = []
         """Of the piece that was received last, until it is taken."""
 
     def stage(self, num_bytes: int) -> Staged | None:
-        if self._staged_bytes + num_bytes > self.capacity_bytes:
-            return None
-        self._staged_bytes += num_bytes
-        return Staged(self._buffers.lend(num_bytes), INLINE)
+        return self._buffers.stage(num_bytes)
 
     def release(self, staged: Staged) -> None:
-        self._staged_bytes -= len(staged.buffer)
-        self._buffers.take_back(staged.buffer)
+        self._buffers.release(staged)
 
     async def send(self, frame: Frame) -> None:
         if isinstance(frame, Receipt):  # the sender waits for it, and for the room of its pieces nobody yet
@@ -82,18 +77,20 @@ class InlineFrames:
         num_bytes = sum(map(len, parts))
         if num_bytes > MAX_FRAME_BYTES:
             raise HandoffError(f"a frame has 1 to {MAX_FRAME_BYTES} bytes, this one has {num_bytes}")
-        if not is_piece(parts[0]):
+        if len(parts[0]) < PIECE_HEADER_BYTES:  # not the way in which our own messages are cut
+            parts = [memoryview(b"".join(parts))]
+        if not num_bytes or not is_piece(parts[0]):
             return decode(b"".join(parts))
         self._payload = [parts[0][PIECE_HEADER_BYTES:], *parts[1:]]
         return decode(parts[0][:PIECE_HEADER_BYTES])
 
     async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        self._check_length(piece, num_bytes)
+        check_inline(piece, num_bytes, sum(map(len, self._payload)))
         payload, self._payload = self._payload, []
         return np.frombuffer(payload[0] if len(payload) == 1 else b"".join(payload), dtype=np.uint8)
 
     async def receive_parts(self, piece: Piece, parts: Sequence[memoryview], live: Callable[[], bool]) -> bool:
-        self._check_length(piece, sum(map(len, parts)))
+        check_inline(piece, sum(map(len, parts)), sum(map(len, self._payload)))
         if not live():
             return False
         payload, self._payload = self._payload, []  # what follows uses its memory, while that is in the cache
@@ -102,13 +99,6 @@ class InlineFrames:
 
     async def close(self) -> None:
         await self._channel.close()
-
-    def _check_length(self, piece: Piece, num_bytes: int) -> None:
-        if piece.offset != INLINE:
-            raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
-        length = sum(map(len, self._payload))
-        if length != num_bytes:
-            raise HandoffError(f"a piece of {num_bytes} bytes came with {length}")
 
     async def _next(self) -> list[memoryview]:
         """The next message. Acknowledgements that are kept leave before a longer wait."""
@@ -120,6 +110,14 @@ class InlineFrames:
                 for due in self._unsaid.take():
                     await self._channel.send(encode(due))
         return await self._channel.receive_parts()
+
+
+def check_inline(piece: Piece, num_bytes: int, came_bytes: int) -> None:
+    """Raises HandoffError unless the payload of ``piece`` came in its message and is ``num_bytes`` long."""
+    if piece.offset != INLINE:
+        raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
+    if came_bytes != num_bytes:
+        raise HandoffError(f"a piece of {num_bytes} bytes came with {came_bytes}")
 
 
 class _WholeMessages:

@@ -20,7 +20,7 @@ from common.errors import HandoffError, WorkerLostError
 from common.handoff import TransportOffer
 from common.lifecycle import Tasks
 from kv_transfer.channel import Bytes, FrameChannel, Staged
-from kv_transfer.frames import INLINE, Frame, Piece
+from kv_transfer.frames import Frame, Piece
 from kv_transfer.transport import Serve
 from kv_transfer.transports.staging import Buffers
 
@@ -35,21 +35,16 @@ class LocalFrames:
         self._changed = asyncio.Event()
         self._ended = False
         self._closed_here = False
-        self._buffers = Buffers()
-        self._staged_bytes = 0
+        self._buffers = Buffers(capacity_bytes)
 
     def join(self, peer: LocalFrames) -> None:
         self._peer, peer._peer = peer, self
 
     def stage(self, num_bytes: int) -> Staged | None:
-        if self._staged_bytes + num_bytes > self.capacity_bytes:
-            return None
-        self._staged_bytes += num_bytes
-        return Staged(self._buffers.lend(num_bytes), INLINE)
+        return self._buffers.stage(num_bytes)
 
     def release(self, staged: Staged) -> None:
-        self._staged_bytes -= len(staged.buffer)
-        self._buffers.take_back(staged.buffer)
+        self._buffers.release(staged)
 
     async def send(self, frame: Frame) -> None:
         # Where copies run in line nothing else here waits: others have to have their turn.

@@ -1,13 +1,14 @@
 """Room for payloads on their way: a ring in a staging area, or buffers that are used again and again.
 
-Knows neither frames nor channels.
+Knows no channels.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kv_transfer.channel import Bytes
+from kv_transfer.channel import Bytes, Staged
+from kv_transfer.frames import INLINE
 
 
 class Ring:
@@ -50,26 +51,38 @@ class Ring:
 
 
 class Buffers:
-    """Reusable buffers for payloads that leave by way of a copy: the one given back last is lent first,
-    while it still lies in the cache.
+    """Reusable buffers for payloads that leave in their messages: the one given back last is lent first, while it
+    still lies in the cache. ``capacity_bytes`` bounds what is staged and not released.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._staged_bytes = 0
         self._free: list[Bytes] = []
         self._lent: dict[int, tuple[Bytes, Bytes]] = {}
         """id of the view that was lent → it, and the buffer behind it."""
 
-    def lend(self, num_bytes: int) -> Bytes:
-        """uint8 [num_bytes], of any content."""
+    def stage(self, num_bytes: int) -> Staged | None:
+        """As `FrameChannel.stage`; the content is any."""
+        if self._staged_bytes + num_bytes > self._capacity_bytes:
+            return None
+        self._staged_bytes += num_bytes
         buffer = self._free.pop() if self._free else _EMPTY
         if len(buffer) < num_bytes:
             buffer = np.empty(num_bytes, dtype=np.uint8)
         view = buffer[:num_bytes]
         self._lent[id(view)] = view, buffer
-        return view
+        return Staged(view, INLINE)
+
+    def release(self, staged: Staged) -> None:
+        """As `FrameChannel.release`."""
+        self._staged_bytes -= len(staged.buffer)
+        self.take_back(staged.buffer)
 
     def take_back(self, view: object) -> None:
-        """What `lend` gave may be lent again. Harmless for anything else, and for the second time."""
+        """What was staged in ``view`` has been copied: it may be lent again, before its release. Harmless for
+        anything else, and for the second time.
+        """
         entry = self._lent.pop(id(view), None)
         if entry is not None:
             self._free.append(entry[1])

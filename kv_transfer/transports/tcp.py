@@ -31,7 +31,6 @@ from common.errors import HandoffError, WorkerLostError
 from common.handoff import TransportOffer
 from kv_transfer.channel import Bytes, FrameChannel, Staged
 from kv_transfer.frames import (
-    INLINE,
     MAX_PAYLOAD_BYTES,
     Frame,
     Piece,
@@ -42,6 +41,7 @@ from kv_transfer.frames import (
 from kv_transfer.transport import Serve
 from kv_transfer.transports.acknowledging import Acknowledgements
 from kv_transfer.transports.connection import ClosedHereError, Connection
+from kv_transfer.transports.inline import check_inline
 from kv_transfer.transports.listening import SocketListener
 from kv_transfer.transports.staging import Buffers
 
@@ -76,8 +76,7 @@ class TcpFrames:
     def __init__(self, sock: socket.socket, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self._connection = Connection(sock, "a TCP channel")
-        self._buffers = Buffers()
-        self._staged_bytes = 0
+        self._buffers = Buffers(capacity_bytes)
         self._unsaid = Acknowledgements(ACKS_TOGETHER)
         self._lengths = bytearray(_LENGTHS.size)
         self._header = bytearray(MAX_HEADER_BYTES)
@@ -87,14 +86,10 @@ class TcpFrames:
         self._moved_bytes = 0
 
     def stage(self, num_bytes: int) -> Staged | None:
-        if self._staged_bytes + num_bytes > self.capacity_bytes:
-            return None
-        self._staged_bytes += num_bytes
-        return Staged(self._buffers.lend(num_bytes), INLINE)
+        return self._buffers.stage(num_bytes)
 
     def release(self, staged: Staged) -> None:
-        self._staged_bytes -= len(staged.buffer)
-        self._buffers.take_back(staged.buffer)
+        self._buffers.release(staged)
 
     async def send(self, frame: Frame) -> None:
         for due in self._unsaid.before(frame):
@@ -132,7 +127,7 @@ class TcpFrames:
         return frame
 
     async def payload(self, piece: Piece, num_bytes: int) -> Bytes:
-        self._check_length(piece, num_bytes)
+        check_inline(piece, num_bytes, self._due_bytes)
         if len(self._arrived) < num_bytes:
             self._arrived = np.empty(num_bytes, dtype=np.uint8)
         payload = self._arrived[:num_bytes]
@@ -142,17 +137,11 @@ class TcpFrames:
         return payload
 
     async def receive_parts(self, piece: Piece, parts: Sequence[memoryview], live: Callable[[], bool]) -> bool:
-        self._check_length(piece, sum(map(len, parts)))
+        check_inline(piece, sum(map(len, parts)), self._due_bytes)
         return await self._take(parts, live)
 
     async def close(self) -> None:
         await self._connection.close(linger=True)
-
-    def _check_length(self, piece: Piece, num_bytes: int) -> None:
-        if piece.offset != INLINE:
-            raise HandoffError(f"this transport has no shared memory, a piece claims to lie at offset {piece.offset}")
-        if self._due_bytes != num_bytes:
-            raise HandoffError(f"a piece of {num_bytes} bytes came with {self._due_bytes}")
 
     async def _take(self, parts: Sequence[memoryview], live: Callable[[], bool] | None = None) -> bool:
         """The payload that is due into ``parts``; False when ``live`` said no before all was there."""
@@ -163,11 +152,11 @@ class TcpFrames:
 
     async def _skip(self) -> None:
         """What came is not wanted."""
+        waste = memoryview(bytearray(min(self._due_bytes, WASTE_BYTES)))
         while self._due_bytes:
-            waste = self._buffers.lend(min(self._due_bytes, WASTE_BYTES))
-            await self._connection.fill([waste.data])
-            self._due_bytes -= len(waste)
-            self._buffers.take_back(waste)
+            some = waste[: self._due_bytes]
+            await self._connection.fill([some])
+            self._due_bytes -= len(some)
 
     async def _begins(self, view: memoryview) -> bool:
         """Receives ``view``, the beginning of a frame; False at the end of the channel."""

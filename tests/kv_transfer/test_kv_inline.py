@@ -50,7 +50,7 @@ def blocks(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8)
 
 
-@pytest.mark.parametrize("part_bytes", [100, 999, 1000, 1 << 20])
+@pytest.mark.parametrize("part_bytes", [7, 100, 999, 1000, 1 << 20])
 async def test_from_pool_to_pool(part_bytes: int) -> None:
     near, far = ends(part_bytes)
     assert isinstance(near, DirectFrames)
@@ -96,6 +96,19 @@ async def test_a_payload_of_another_length() -> None:
         await far.payload(piece(), SIZE)
     with pytest.raises(HandoffError, match=f"a piece of {SIZE} bytes came with {SIZE - 1}"):
         await far.receive_parts(piece(), [row.data for row in blocks(2)], lambda: True)
+
+
+@pytest.mark.parametrize("parts", [[b""], [b"", b""], [b"\xf0"], [b"", b"\xf0" * 20]])
+async def test_what_is_no_frame(parts: list[bytes]) -> None:
+    _, far = channel_pair()
+    cutting = Cutting(far, 1)
+
+    async def receive_parts() -> list[memoryview]:
+        return [memoryview(part) for part in parts]
+
+    cutting.receive_parts = receive_parts  # type: ignore[method-assign]
+    with pytest.raises(HandoffError, match=r"a frame (has 1 to|of kind 240 and)"):
+        await InlineFrames(cutting, 0).receive()
 
 
 async def test_staging_is_bounded_by_what_is_not_acknowledged() -> None:

@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from common.errors import AuthenticationError, BatonError, ConfigError, IntegrityError, WorkerLostError
 from kv_transfer.channel import ByteChannel, Connector
 from rpc.connection import open_channel
-from rpc.kv_channel import MAX_DATA_BYTES, KVChannel, connect
+from rpc.kv_channel import MAX_DATA_BYTES, MAX_FRAMES, KVChannel, connect
 from rpc.servers import WorkerServer
 from rpc.v1 import worker_pb2, worker_pb2_grpc
 
@@ -118,6 +119,16 @@ async def test_the_largest_message(server: WorkerServer, worker: KVWorker) -> No
         for wrong in (b"", bytes(MAX_DATA_BYTES + 1)):
             with pytest.raises(BatonError, match=f"1 to {MAX_DATA_BYTES} bytes, this one {len(wrong)}"):
                 await channel.send(wrong)
+
+
+async def test_a_message_without_an_end(server: WorkerServer, worker: KVWorker) -> None:
+    async with open_channel(server.address) as connection:
+        call: Any = worker_pb2_grpc.KVStub(connection).Channel()  # type: ignore[no-untyped-call]
+        for _ in range(MAX_FRAMES + 1):
+            await call.write(worker_pb2.KVFrame(more=True))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"at most {MAX_FRAMES} frames"):
+            await call.read()
+    assert isinstance(await worker.outcome, BatonError)
 
 
 async def test_a_sender_waits_for_a_receiver_that_does_not_read(
