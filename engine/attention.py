@@ -10,8 +10,10 @@ Legend: N rows, S sequences, L keys, Hq query heads, H key/value heads, G = Hq /
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -22,6 +24,19 @@ _MOST_GATHERED_TOKENS = 1 << 16
 """Keys that one call for decodes gathers at most: bounds memory, and what padding wastes."""
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a model's attention is like. ``windows[layer]``: how many positions a row sees, its own included, 0 for all
+    before it. ``scale`` multiplies the products of queries and keys; ``softcap`` c then turns x into
+    c * tanh(x / c), 0 for none.
+    """
+
+    num_kv_heads: int
+    scale: float
+    windows: tuple[int, ...]
+    softcap: float = 0.0
+
+
 class Attention(Protocol):
     def attend(self, q: torch.Tensor, cache: KVCache, layer: int) -> torch.Tensor:
         """``q`` [N, Hq, D] attends to the cache, each row to positions up to its own; the step's own
@@ -30,8 +45,8 @@ class Attention(Protocol):
         ...
 
 
-AttentionFactory = Callable[[StepBatch, int], Attention]
-"""(batch, num_kv_heads) → the attention of one step."""
+AttentionFactory = Callable[[StepBatch, AttentionShape], Attention]
+"""The attention of one step."""
 
 
 class GatheredAttention:
@@ -39,60 +54,98 @@ class GatheredAttention:
     are never copied per query head. Decodes go in groups, padded to the longest of the group.
     """
 
-    def __init__(self, batch: StepBatch, num_kv_heads: int) -> None:
-        self._num_kv_heads = num_kv_heads
-        self._groups = [_DecodeGroup(spans, batch) for spans in _grouped(batch.decodes, batch.block_size)]
-        self._chunks = [_Chunk(span, batch) for span in batch.chunks]
+    def __init__(self, batch: StepBatch, shape: AttentionShape) -> None:
+        self._shape = shape
+        self._views = {window: _View(batch, window) for window in set(shape.windows)}
 
     def attend(self, q: torch.Tensor, cache: KVCache, layer: int) -> torch.Tensor:
+        view = self._views[self._shape.windows[layer]]
         num_rows, num_heads, head_dim = q.shape
-        q = q.view(num_rows, self._num_kv_heads, -1, head_dim)
+        q = q.view(num_rows, self._shape.num_kv_heads, -1, head_dim)
         out = torch.empty_like(q)
-        for group in self._groups:
+        for group in view.groups:
             k, v = cache.gather(layer, group.table)
-            out[group.rows] = scaled_dot_product_attention(
-                q[group.rows], k.transpose(1, 2), v.transpose(1, 2), attn_mask=group.mask.to(q.dtype)
-            )
-        for chunk in self._chunks:
+            out[group.rows] = self._mix(q[group.rows], k.transpose(1, 2), v.transpose(1, 2), group.mask)
+        for chunk in view.chunks:
             k, v = cache.gather(layer, chunk.table)
             # [n, H, G, D] → [1, H, G * n, D]
             rows = q[chunk.rows].permute(1, 2, 0, 3)
-            mask = chunk.mask.to(q.dtype).repeat(rows.shape[1], 1)
-            result = scaled_dot_product_attention(
+            result = self._mix(
                 rows.flatten(1, 2)[None],
-                k[:, : chunk.context].transpose(1, 2),
-                v[:, : chunk.context].transpose(1, 2),
-                attn_mask=mask,
+                k[:, : chunk.num_keys].transpose(1, 2),
+                v[:, : chunk.num_keys].transpose(1, 2),
+                chunk.mask.repeat(rows.shape[1], 1),
             )
             out[chunk.rows] = result[0].view(rows.shape).permute(2, 0, 1, 3)
         return out.view(num_rows, num_heads * head_dim)
 
+    def _mix(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        shape = self._shape
+        if not shape.softcap:
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), scale=shape.scale)
+        scores = soft_capped(torch.matmul(q, k.transpose(-2, -1)).float() * shape.scale, shape.softcap)
+        return torch.matmul((scores + mask).softmax(-1).to(v.dtype), v)
+
+
+class _View:
+    """What the rows of a step see through a window of so many positions (0: all before them)."""
+
+    def __init__(self, batch: StepBatch, window: int) -> None:
+        self.groups = [_DecodeGroup(spans, batch, window) for spans in _grouped(batch.decodes, batch.block_size)]
+        self.chunks = [_Chunk(span, batch, window) for span in batch.chunks]
+
 
 class _DecodeGroup:
-    """``mask`` [S, 1, 1, L]: 0 where a sequence has a key, -inf where its row is padded."""
+    """``mask`` [S, 1, 1, L]: 0 where a sequence has a key that it sees, -inf elsewhere."""
 
-    def __init__(self, spans: Sequence[Span], batch: StepBatch) -> None:
-        width = len(spans[0].block_ids)
+    def __init__(self, spans: Sequence[Span], batch: StepBatch, window: int) -> None:
         self.rows = slice(spans[0].first, spans[-1].first + 1)
-        self.table = torch.from_numpy(block_table(spans, width)).to(batch.device)
-        keys = torch.arange(width * batch.block_size, device=batch.device)
-        contexts = torch.tensor([span.context for span in spans], device=batch.device)
-        self.mask = _additive(keys < contexts[:, None])[:, None, None]
+        firsts = [_first_block(span, batch.block_size, window) for span in spans]
+        width = max(len(span.block_ids) - first for span, first in zip(spans, firsts, strict=True))
+        self.table = torch.from_numpy(block_table(spans, width, firsts)).to(batch.device)
+        begins = torch.tensor(firsts, device=batch.device)[:, None] * batch.block_size
+        keys = begins + torch.arange(width * batch.block_size, device=batch.device)
+        positions = torch.tensor([[span.start] for span in spans], device=batch.device)
+        self.mask = _mask(keys, positions, window)[:, None, None]
 
 
 class _Chunk:
-    """``mask`` [n, L]: 0 at keys up to the row's own position, -inf after it."""
+    """``mask`` [n, L]: 0 at keys that a row sees, -inf elsewhere."""
 
-    def __init__(self, span: Span, batch: StepBatch) -> None:
+    def __init__(self, span: Span, batch: StepBatch, window: int) -> None:
         self.rows = span.rows
-        self.context = span.context
-        self.table = torch.from_numpy(span.block_ids[None]).to(batch.device)
-        keys = torch.arange(span.context, device=batch.device)
-        self.mask = _additive(keys <= batch.positions[span.rows][:, None])
+        first = _first_block(span, batch.block_size, window)
+        self.num_keys = span.context - first * batch.block_size
+        self.table = torch.from_numpy(np.ascontiguousarray(span.block_ids[None, first:])).to(batch.device)
+        keys = torch.arange(first * batch.block_size, span.context, device=batch.device)
+        self.mask = _mask(keys, batch.positions[span.rows][:, None], window)
 
 
-def _additive(visible: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
+def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """``cap`` * tanh(``x`` / ``cap``) of float32 numbers, by way of exp: torch's tanh gives other bits to the last
+    elements of a vector (`numerics.py`).
+    """
+    return cap - 2 * cap / (torch.exp(x * (2 / cap)) + 1)
+
+
+def first_key(span: Span, window: int) -> int:
+    """The first position that a row of ``span`` sees."""
+    return max(0, span.start + 1 - window) if window else 0
+
+
+def _first_block(span: Span, block_size: int, window: int) -> int:
+    return first_key(span, window) // block_size
+
+
+def hidden_keys(keys: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
+    """Where a row at ``positions`` may not see ``keys`` (positions, too): after it, or outside its window."""
+    hidden = keys > positions
+    return hidden | (keys <= positions - window) if window else hidden
+
+
+def _mask(keys: torch.Tensor, positions: torch.Tensor, window: int) -> torch.Tensor:
+    hidden = hidden_keys(keys, positions, window)
+    return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, float("-inf"))
 
 
 def _grouped(decodes: Sequence[Span], block_size: int) -> list[Sequence[Span]]:

@@ -111,12 +111,13 @@ def build_batch(steps: Sequence[tuple[int, SequenceStep]], block_size: int, devi
     )
 
 
-def block_table(spans: Sequence[Span], width: int) -> _Ints:
-    """Block ids [len(spans), width]. A row is filled up with its own first block: whatever lies in
-    other blocks belongs to other sequences and may not even be finite.
+def block_table(spans: Sequence[Span], width: int, firsts: Sequence[int] | None = None) -> _Ints:
+    """Block ids [len(spans), width], of each span from its ``firsts``-th block on. A row is filled up with its own
+    last block: whatever lies in other blocks belongs to other sequences and may not even be finite.
     """
     table = np.empty((len(spans), width), dtype=np.int64)
-    for row, span in zip(table, spans, strict=True):
-        row[: len(span.block_ids)] = span.block_ids
-        row[len(span.block_ids) :] = span.block_ids[0]
+    for row, span, first in zip(table, spans, firsts or (0,) * len(spans), strict=True):
+        held = span.block_ids[first : first + width]
+        row[: len(held)] = held
+        row[len(held) :] = span.block_ids[-1]
     return table

@@ -16,7 +16,8 @@ import gguf
 
 from common.errors import ConfigError
 from engine.gguf_config import open_gguf, read_gguf_architecture
-from engine.model_config import ModelArchitecture, read_hf_architecture
+from engine.hf_config import read_hf_architecture
+from engine.model_config import ModelArchitecture
 
 _SAMPLES_PER_FILE = 64
 _SAMPLE_BYTES = 4096

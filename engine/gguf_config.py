@@ -11,7 +11,8 @@ from typing import Any
 import gguf
 
 from common.errors import ConfigError
-from engine.model_config import FAMILIES, Family, ModelArchitecture, RopeScaling, checked
+from engine.families import FAMILIES, Family
+from engine.model_config import ModelArchitecture, RopeScaling, Rotary, checked
 
 
 def open_gguf(path: Path) -> gguf.GGUFReader:
@@ -32,19 +33,22 @@ def read_gguf_architecture(reader: gguf.GGUFReader) -> ModelArchitecture:
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     heads = metadata.required(f"{name}.attention.head_count")
     hidden = metadata.required(f"{name}.embedding_length")
+    head_dim = metadata.get(f"{name}.attention.key_length", hidden // heads)
+    num_layers = metadata.required(f"{name}.block_count")
+    theta = float(metadata.get(f"{name}.rope.freq_base", 10_000.0))
     return checked(
         ModelArchitecture(
             family=family.name,
             hidden_size=hidden,
-            num_layers=metadata.required(f"{name}.block_count"),
+            num_layers=num_layers,
             num_heads=heads,
             num_kv_heads=metadata.get(f"{name}.attention.head_count_kv", heads),
-            head_dim=metadata.get(f"{name}.attention.key_length", hidden // heads),
+            head_dim=head_dim,
             intermediate_size=metadata.required(f"{name}.feed_forward_length"),
             vocab_size=_vocab_size(tensors),
             rms_eps=float(metadata.required(f"{name}.attention.layer_norm_rms_epsilon")),
-            rope_theta=float(metadata.get(f"{name}.rope.freq_base", 10_000.0)),
-            rope_scaling=_rope_scaling(metadata, name, tensors),
+            rope=Rotary(theta, head_dim, _rope_scaling(metadata, name, tensors)),
+            local_rope=None,
             context_limit=_context_limit(metadata, name),
             tied_head="output.weight" not in tensors,
             qkv_bias="blk.0.attn_q.bias" in tensors,
@@ -53,6 +57,8 @@ def read_gguf_architecture(reader: gguf.GGUFReader) -> ModelArchitecture:
             end_token_ids=_end_token_ids(metadata),
             bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
             dtype=_stored_dtype(tensors),
+            windows=(0,) * num_layers,
+            attention_scale=head_dim**-0.5,
         )
     )
 
@@ -102,6 +108,7 @@ def _rope_scaling(metadata: _Metadata, name: str, tensors: dict[str, Any]) -> Ro
 def _context_limit(metadata: _Metadata, name: str) -> int:
     limit = int(metadata.required(f"{name}.context_length"))
     window = metadata.get(f"{name}.attention.sliding_window")
+    # Which layers have it the file does not say; within it they are all alike.
     return min(limit, int(window)) if window else limit
 
 

@@ -14,7 +14,8 @@ import torch
 from gguf.quants import dequantize
 
 from common.errors import EngineError
-from engine.model_config import ModelArchitecture, family_of
+from engine.families import family_of
+from engine.model_config import ModelArchitecture
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -26,6 +27,8 @@ _PER_LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",

@@ -1,8 +1,9 @@
 """The KV pool of one worker: keys and values of all layers, in blocks.
 
 Knows bytes and block ids, not who owns a block. One tensor per layer, [num_blocks, 2, block_size,
-num_kv_heads, head_dim]; keys are at index 0 of the second axis, values at 1. A block's bytes in one
-layer are contiguous, which is the unit that `kv_transfer/` moves.
+num_kv_heads, head_dim]; keys are at index 0 of the second axis, values at 1. Of latents ("mla") there is one
+half, which is keys and values at once. A block's bytes in one layer are contiguous, which is the unit that
+`kv_transfer/` moves.
 
 What lies in unwritten places is always finite: attention masks such places, and nothing masks a NaN
 out of a matrix product. The pool starts as zeros, and a block that a step begins but does not fill
@@ -37,7 +38,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.device = device
         self._bytes = [self._allocate() for _ in range(layout.num_layers)]
-        shape = (num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        shape = (num_blocks, layout.halves, layout.block_size, layout.num_kv_heads, layout.head_dim)
         dtype = getattr(torch, layout.dtype)
         self._host_rows: list[np.ndarray] = [rows.numpy() for rows in self._bytes] if self.on_host else []
         self.layers = [rows.view(dtype).view(shape) for rows in self._bytes]
@@ -55,24 +56,29 @@ class KVCache:
             return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
-    def write(self, layer: int, batch: StepBatch, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores ``k`` and ``v`` [N, num_kv_heads, head_dim] of the batch's rows at their slots."""
+    def write(self, layer: int, batch: StepBatch, *halves: torch.Tensor) -> None:
+        """Stores keys and values, or latents, [N, num_kv_heads, head_dim] of the batch's rows at their slots."""
         pool = self.layers[layer]
         size = self.layout.block_size
         if batch.unfilled.numel():
             pool.index_fill_(0, batch.unfilled, 0)
         tokens = pool.view(-1, *pool.shape[-2:])
-        key_rows = batch.slots + (batch.slots // size) * size
-        tokens.index_copy_(0, key_rows, k)
-        tokens.index_copy_(0, key_rows + size, v)
+        rows = batch.slots
+        if len(halves) > 1:
+            rows = rows + (rows // size) * size
+        for number, half in enumerate(halves):
+            tokens.index_copy_(0, rows + number * size if number else rows, half)
 
     def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the blocks ``block_ids`` [S, n], each [S, n * block_size, num_kv_heads,
-        head_dim], copied.
+        head_dim], copied. Latents are both.
         """
         pool = self.layers[layer]
         halves = pool.view(-1, *pool.shape[2:])
         shape = (block_ids.shape[0], -1, *pool.shape[-2:])
+        if self.layout.halves == 1:
+            latents = halves.index_select(0, block_ids.reshape(-1)).view(shape)
+            return latents, latents
         first = block_ids.reshape(-1) * 2
         return halves.index_select(0, first).view(shape), halves.index_select(0, first + 1).view(shape)
 
@@ -120,7 +126,7 @@ class KVCache:
         return [memory[block * size : (block + 1) * size] for block in ids.tolist()]
 
     def _tokens(self, layer: int) -> torch.Tensor:
-        """A view of the layer's bytes, [num_blocks, 2 * block_size, token_bytes]."""
+        """A view of the layer's bytes, [num_blocks, halves * block_size, token_bytes]."""
         return self._bytes[layer].view(self.num_blocks, -1, self.layout.token_bytes)
 
     def _host_tokens(self, layer: int) -> np.ndarray:
@@ -132,7 +138,7 @@ class KVCache:
     ) -> np.ndarray:
         ids = self._checked_ids(layer, block_ids)
         width = self.layout.token_bytes if columns is None else columns.stop - columns.start
-        wanted = (len(ids), 2 * self.layout.block_size * width)
+        wanted = (len(ids), self.layout.halves * self.layout.block_size * width)
         if data.shape != wanted or data.dtype != np.uint8:
             raise EngineError(f"KV bytes must be uint8 {wanted}, they are {data.dtype} {data.shape}")
         return ids

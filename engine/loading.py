@@ -16,8 +16,9 @@ from engine.checkpoint import find_checkpoint, read_architecture, weights_finger
 from engine.kv_cache import KVCache, pool_blocks
 from engine.layers import BATCH_INVARIANT, ORDINARY
 from engine.model_config import ModelArchitecture
-from engine.models import MODELS, DecoderModel
+from engine.models.decoder import Decoder
 from engine.numerics import check_batch_invariance
+from engine.rope import uses_long_factors
 from engine.weights import open_weights
 
 
@@ -25,7 +26,7 @@ from engine.weights import open_weights
 class LoadedModel:
     """``info.fingerprint`` is also the ``model`` of the cache's layout."""
 
-    model: DecoderModel
+    model: Decoder
     architecture: ModelArchitecture
     cache: KVCache
     info: ModelInfo
@@ -52,13 +53,15 @@ def load_model(
     limit = _context_limit(max_model_len, architecture)
     fingerprint = weights_fingerprint(path, dtype)
     layout = KVLayout(
-        model=fingerprint,
+        # Keys that were turned by other angles are of another kind.
+        model=f"{fingerprint}-long" if uses_long_factors(architecture.rope, limit) else fingerprint,
         num_layers=architecture.num_layers,
         num_kv_heads=architecture.num_kv_heads,
         head_dim=architecture.head_dim,
         block_size=config.block_size,
         dtype=dtype,
         total_kv_heads=architecture.num_kv_heads,
+        kind="mla" if architecture.latent is not None else "gqa",
     )
     if config.pool_bytes is not None:
         pool_blocks(config.pool_bytes, layout, device)  # too small: said now, not after minutes of reading
@@ -66,7 +69,7 @@ def load_model(
     tell(f"reading weights from {path} as {dtype} onto {device}")
     with torch.inference_mode():
         weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
-        model = MODELS[architecture.family](architecture, weights, kernels, limit)
+        model = Decoder(architecture, weights, kernels, limit)
         weights.finish()
         if config.batch_invariant:
             tell("checking that results do not depend on the batch")

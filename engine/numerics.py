@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 MIN_ROWS = 8
 """Fewer rows than this are padded to it before a product with a weight, in batch-invariant mode."""
 
+NARROW_OUTPUTS, NARROW_MIN_ROWS = 24, 24
+"""The same for weights with fewer outputs than the first, which MKL multiplies in another way."""
+
 MIN_ATTENTION_ROWS = 16
 """The same for attention's products; with heads as narrow as 16, MKL treats fewer rows differently."""
 
@@ -50,6 +53,11 @@ def prepare_environment() -> str | None:
     return None
 
 
+def min_rows(outputs: int) -> int:
+    """Fewer rows than this are padded to it before a product with a weight [outputs, inputs]."""
+    return MIN_ROWS if outputs >= NARROW_OUTPUTS else NARROW_MIN_ROWS
+
+
 def is_prepared() -> bool:
     """Whether MKL was asked for strict reproducible results."""
     return os.environ.get(_MKL_VARIABLE, "").upper().endswith("STRICT")
@@ -70,7 +78,8 @@ def check_batch_invariance(weights: Iterable[torch.Tensor], head_dim: int) -> No
     for shape, weight in shapes.items():
         x = torch.randn(MAX_ROWS, shape[1], generator=generator).to(weight)
         whole = torch.nn.functional.linear(x, weight)
-        for rows in (MIN_ROWS, MIN_ROWS + 1, 33, 257):
+        least = min_rows(shape[0])
+        for rows in (least, least + 1, 33, 257):
             part = torch.nn.functional.linear(x[-rows:].clone(), weight)
             _expect_equal(part, whole[-rows:], f"a product of {rows} rows with a weight of {list(shape)}")
     device = next(iter(shapes.values())).device

@@ -1,7 +1,7 @@
 """Rotary position embedding and the ways of stretching it to longer contexts.
 
 Knows angles, not layers. Frequencies follow transformers' formulas, in float32 like there, so that
-angles at far positions agree. Legend: N tokens, H heads, D head_dim.
+angles at far positions agree. Legend: N tokens, H heads, D head_dim, T turned components of a head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from engine.model_config import ModelArchitecture, RopeScaling
+from engine.model_config import RopeScaling, Rotary
 
 
 class RotaryTable:
@@ -20,8 +20,8 @@ class RotaryTable:
     float64 and rounded, so tables on different workers agree bit for bit.
     """
 
-    def __init__(self, architecture: ModelArchitecture, num_positions: int, device: torch.device) -> None:
-        frequencies, scale = rotary_frequencies(architecture)
+    def __init__(self, rotary: Rotary, num_positions: int, device: torch.device) -> None:
+        frequencies, scale = rotary_frequencies(rotary, num_positions)
         angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
         self._cos = torch.empty_like(angles)
         self._sin = torch.empty_like(angles)
@@ -34,21 +34,31 @@ class RotaryTable:
         self._sin = self._sin.to(device)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [N, 1, D/2] of ``positions`` [N], to be shared by all layers of a step."""
+        """(cos, sin) [N, 1, T/2] of ``positions`` [N], to be shared by all layers of a step."""
         return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns each head of ``x`` [N, H, D]: component i together with component i + D/2."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Turns each head of ``x`` [N, H, D]: of its first T components the i-th together with the one at i + T/2."""
+    turned = 2 * cos.shape[-1]
+    first, second = x[..., :turned].float().chunk(2, dim=-1)
+    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
+    return torch.cat(parts if turned == x.shape[-1] else [*parts, x[..., turned:]], dim=-1)
 
 
-def rotary_frequencies(architecture: ModelArchitecture) -> tuple[torch.Tensor, float]:
-    """Radians per token [D/2] in float32, and the factor on cosines and sines."""
-    scaling = architecture.rope_scaling
-    dim = architecture.head_dim
-    plain = 1.0 / (architecture.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+def uses_long_factors(rotary: Rotary, num_positions: int) -> bool:
+    """Whether the angles are those for contexts longer than the original one: keys do not go with those of a model
+    that serves fewer positions.
+    """
+    return rotary.scaling.kind == "longrope" and num_positions > rotary.scaling.original_context
+
+
+def rotary_frequencies(rotary: Rotary, num_positions: int) -> tuple[torch.Tensor, float]:
+    """Radians per token [T/2] in float32, and the factor on cosines and sines, where positions below
+    ``num_positions`` are served.
+    """
+    scaling, dim = rotary.scaling, rotary.dim
+    plain = 1.0 / (rotary.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
     if scaling.kind == "linear":
         return plain / scaling.factor, 1.0
     if scaling.kind == "factors":
@@ -56,7 +66,14 @@ def rotary_frequencies(architecture: ModelArchitecture) -> tuple[torch.Tensor, f
     if scaling.kind == "llama3":
         return _llama3(plain, scaling), 1.0
     if scaling.kind == "yarn":
-        return _yarn(plain, scaling, architecture.rope_theta, dim), _yarn_scale(scaling)
+        return _yarn(plain, scaling, rotary.theta, dim), _yarn_scale(scaling)
+    if scaling.kind == "longrope":
+        factors = scaling.long_factors if uses_long_factors(rotary, num_positions) else scaling.factors
+        # The factors are multiplied first, as transformers does: other bits otherwise.
+        stretched = torch.tensor(factors, dtype=torch.float32) * rotary.theta ** (
+            torch.arange(0, dim, 2, dtype=torch.float32) / dim
+        )
+        return 1.0 / stretched, scaling.attention_factor or 1.0
     return plain, 1.0
 
 

@@ -57,8 +57,8 @@ class ModelWeights:
         self.dtype = dtype
         self.device = device
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor ``name``, which must have ``shape``. Raises EngineError."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The tensor ``name``, which must have ``shape``; as ``dtype`` if given. Raises EngineError."""
         if name not in self._left:
             raise EngineError(f"weights: tensor {name} is missing")
         del self._left[name]
@@ -66,11 +66,16 @@ class ModelWeights:
         if tuple(tensor.shape) != shape:
             found = list(tensor.shape)
             raise EngineError(f"weights: tensor {name} has shape {found}, the config asks for {list(shape)}")
-        return tensor.to(device=self.device, dtype=self.dtype, copy=True).contiguous()
+        return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
 
     def discard(self, name: str) -> None:
         """Ignores ``name`` if it is there: a tied head that a checkpoint stores all the same."""
         self._left.pop(name, None)
+
+    def discard_layers(self, first: int, count: int) -> None:
+        """Ignores ``count`` layers from number ``first`` on, where they are there."""
+        extra = tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        self._left = {name: None for name in self._left if not name.startswith(extra)}
 
     def finish(self) -> None:
         """Raises EngineError when tensors are left that nobody took."""

@@ -20,7 +20,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 def load(folder: Path, *, batch_invariant: bool = False, block_size: int = 16, blocks: int = 256) -> LoadedModel:
     a = read_architecture(find_checkpoint(folder))
-    block_bytes = a.num_layers * 2 * block_size * a.num_kv_heads * a.head_dim * 4
+    halves = 1 if a.latent is not None else 2
+    block_bytes = a.num_layers * halves * block_size * a.num_kv_heads * a.head_dim * 4
     config = EngineConfig(
         device="cpu", block_size=block_size, batch_invariant=batch_invariant, pool_bytes=blocks * block_bytes
     )

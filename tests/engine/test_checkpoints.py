@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from common.errors import BatonError, ConfigError, EngineError
 from engine.checkpoint import find_checkpoint, read_architecture, weights_fingerprint
 from engine.gguf_weights import _PER_LAYER, _WHOLE, GGUFTensors
-from engine.model_config import parse_hf_config
+from engine.hf_config import parse_hf_config
 from engine.rope import rotary_frequencies
 from tests.engine.model_driver import Driver, load
 from tests.tiny_model import build_tiny_llama
@@ -92,7 +92,7 @@ def test_gguf_rope_factors(tmp_path: Path) -> None:
     folder = build_tiny_llama(tmp_path / "hf", rope_parameters=LLAMA3)
     architecture = read_architecture(find_checkpoint(folder))
     plain = 1.0 / 10_000.0 ** (torch.arange(0, 16, 2) / 16)
-    factors = (plain / rotary_frequencies(architecture)[0]).numpy()
+    factors = (plain / rotary_frequencies(architecture.rope, 512)[0]).numpy()
     path = write_gguf(folder, tmp_path / "tiny.gguf", factors=factors)
     torch.testing.assert_close(logits(path), logits(folder), atol=1e-4, rtol=1e-4)
 
@@ -133,7 +133,7 @@ def test_foreign_weights_are_refused(change: Any, text: str, tmp_path: Path) -> 
         ({"a.gguf": "nonsense"}, "is not a GGUF file|cannot read"),
         ({"config.json": "[", "model.safetensors": ""}, "is not JSON"),
         ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}', "model.safetensors": ""},
-         "'GPT2LMHeadModel' is not supported, only LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
+         "'GPT2LMHeadModel' is not supported, only LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "),
     ],
 )  # fmt: skip
 def test_what_is_no_model_says_why(files: dict[str, str], text: str, tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_what_is_no_model_says_why(files: dict[str, str], text: str, tmp_path: P
 
 def test_unknown_gguf_architecture(tmp_path: Path) -> None:
     path = write_gguf(build_tiny_llama(tmp_path / "hf"), tmp_path / "x.gguf", arch="mamba")
-    with pytest.raises(ConfigError, match="'mamba' is not supported, only llama, qwen2"):
+    with pytest.raises(ConfigError, match="'mamba' is not supported, only llama, qwen2, qwen3"):
         read_architecture(find_checkpoint(path))
 
 
@@ -153,16 +153,69 @@ def test_config_details(tmp_path: Path) -> None:
     config = json.loads((build_tiny_llama(tmp_path) / "config.json").read_text())
     both = parse_hf_config(config | {"eos_token_id": 9}, {"eos_token_id": [300, 2]})
     assert both.end_token_ids == (2, 9, 300)
-    assert parse_hf_config(config | {"sliding_window": 128}, {}).context_limit == 128
-    assert parse_hf_config(config | {"sliding_window": 128, "use_sliding_window": False}, {}).context_limit == 512
     for changes, text in (
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "'longrope' is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_parameters": {"rope_type": "stretched"}}, "rope scaling 'stretched' is not supported, only none, "),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}},
+            "rope scaling has 1 factors, 16 turned components need 8",
+        ),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu, swish, gelu_pytorch_tanh"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types 'linear_attention' is not supported"),
+        ({"layer_types": ["full_attention"]}, "1 layers have a kind of attention, there are 2"),
+        ({"layer_types": ["sliding_attention"] * 2}, "sliding_window must be a positive number, it is None"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config 'gptq' is not supported"),
+        ({"partial_rotary_factor": 0.2}, "turns an even number of a head's 16 components, not 3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive number, it is 0"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3"),
     ):
         with pytest.raises(ConfigError, match=text):
             parse_hf_config(config | changes, {})
+
+
+def windows(family: str, **settings: Any) -> tuple[int, ...]:
+    config = {
+        "architectures": [f"{family}ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 6,
+        "intermediate_size": 96, "vocab_size": 512, "max_position_embeddings": 512, "sliding_window": 128,
+    }  # fmt: skip
+    return parse_hf_config(config | settings, {}).windows
+
+
+def test_which_layers_have_a_window() -> None:
+    """Of configs as the hub has them; newer ones list their layers."""
+    assert windows("Llama") == (0,) * 6
+    assert windows("Mistral") == (128,) * 6
+    assert windows("Mistral", sliding_window=None) == (0,) * 6
+    assert windows("Qwen2", max_window_layers=4) == (0,) * 6
+    assert windows("Qwen2", max_window_layers=4, use_sliding_window=True) == (0, 0, 0, 0, 128, 128)
+    assert windows("Gemma2") == (128, 0, 128, 0, 128, 0)
+    assert windows("Gemma3", sliding_window_pattern=3) == (128, 128, 0, 128, 128, 0)
+    assert windows("Gemma3") == (128, 128, 128, 128, 128, 0)
+    kinds = ["full_attention"] * 5 + ["sliding_attention"]
+    assert windows("Gemma3", layer_types=kinds) == (0, 0, 0, 0, 0, 128)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_local_experts": 4, "num_experts_per_tok": 5}, "a token cannot go to 5 of 4 experts"),
+        ({"num_local_experts": 4}, "num_experts_per_tok must be a positive number, it is None"),
+    ],
+)
+def test_experts_that_do_not_fit(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        windows("Mixtral", **settings)
+
+
+def test_layers_for_guessing_ahead_are_left_out(tmp_path: Path) -> None:
+    folder = build_tiny_llama(tmp_path)
+    before = logits(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.layers.2.eh_proj.weight": torch.ones(1)}, folder / "model.safetensors")
+    with pytest.raises(EngineError, match="1 tensors belong to no layer"):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert logits(folder).equal(before)
 
 
 def test_fingerprint_names_the_weights(tmp_path: Path) -> None:
