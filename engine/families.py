@@ -88,9 +88,16 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
+FOREIGN = Family("transformers", ())
+"""Any other decoder, which transformers computes (`engine/models/foreign.py`)."""
+
+FOREIGN_ENDINGS = ("ForCausalLM", "LMHeadModel")
+"""How the names of decoders end in transformers."""
+
+
 def family_of(name: str) -> Family:
     """The family called ``name``. Raises ConfigError."""
-    for family in FAMILIES:
+    for family in (*FAMILIES, FOREIGN):
         if family.name == name:
             return family
     raise ConfigError(f"model family {name!r} is not supported, only {', '.join(f.name for f in FAMILIES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Mapping
@@ -9,10 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from engine.families import FAMILIES, Family
+from engine.families import FAMILIES, FOREIGN, FOREIGN_ENDINGS, Family
 from engine.model_config import ROPE_KINDS, Experts, Latent, ModelArchitecture, RopeScaling, Rotary, checked, listed
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_OTHER_NAMES = {
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "hidden_size": ("n_embd", "d_model"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "max_position_embeddings": ("n_positions", "n_ctx", "max_seq_len", "seq_length"),
+}
+"""What older configs call the same."""
+
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _KINDS_OF_ATTENTION = ("full_attention", "sliding_attention")
 
@@ -31,6 +40,8 @@ def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
     """
     family = _family(config)
     _check_unquantised(config)
+    if family is FOREIGN:
+        return _foreign(config, generation)
     heads = _positive(config, "num_attention_heads")
     hidden = _positive(config, "hidden_size")
     num_layers = _positive(config, "num_hidden_layers")
@@ -64,7 +75,7 @@ def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
             mlp_bias=bool(config.get("mlp_bias", False)),
             end_token_ids=_token_ids(generation.get("eos_token_id"), config.get("eos_token_id")),
             bos_token_id=config.get("bos_token_id"),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch."),
+            dtype=_dtype(config),
             windows=_windows(config, family, num_layers),
             activation=_activation(config),
             attention_scale=scale,
@@ -83,7 +94,53 @@ def _family(config: Mapping[str, Any]) -> Family:
         if name in family.architectures or name == family.name:
             return family
     known = listed(name for family in FAMILIES for name in family.architectures)
-    raise ConfigError(f"model architecture {name!r} is not supported, only {known}")
+    if not str(name).endswith(FOREIGN_ENDINGS):
+        raise ConfigError(f"model architecture {name!r} is not supported, only {known}")
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"model architecture {name!r} is not supported without the package transformers (pip install "
+            f"'baton[transformers]'), only {known}"
+        )
+    return FOREIGN
+
+
+def _foreign(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelArchitecture:
+    """Of a model that transformers computes: what serving has to know. What its attention is like is found out when
+    it is loaded.
+    """
+    known = dict(config)
+    for key, others in _OTHER_NAMES.items():
+        if known.get(key) is None:
+            known[key] = next((config[other] for other in others if config.get(other) is not None), None)
+    heads, hidden = _positive(known, "num_attention_heads"), _positive(known, "hidden_size")
+    num_layers = _positive(known, "num_hidden_layers")
+    head_dim = int(known.get("head_dim") or hidden // heads)
+    return ModelArchitecture(
+        family=FOREIGN.name,
+        hidden_size=hidden,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=int(known.get("num_key_value_heads") or heads),
+        head_dim=head_dim,
+        intermediate_size=0,
+        vocab_size=_positive(known, "vocab_size"),
+        rms_eps=0.0,
+        rope=Rotary(0.0, head_dim),
+        local_rope=None,
+        context_limit=_positive(known, "max_position_embeddings"),
+        tied_head=False,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        end_token_ids=_token_ids(generation.get("eos_token_id"), config.get("eos_token_id")),
+        bos_token_id=config.get("bos_token_id"),
+        dtype=_dtype(config),
+        windows=(0,) * num_layers,
+    )
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    return str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
 
 
 def _check_unquantised(config: Mapping[str, Any]) -> None:

@@ -13,10 +13,12 @@ from common.errors import ConfigError
 from common.handoff import KVLayout
 from common.workers import ModelInfo
 from engine.checkpoint import find_checkpoint, read_architecture, weights_fingerprint
+from engine.families import FOREIGN
 from engine.kv_cache import KVCache, pool_blocks
 from engine.layers import BATCH_INVARIANT, ORDINARY
 from engine.model_config import ModelArchitecture
 from engine.models.decoder import Decoder
+from engine.models.foreign import TransformersModel, probe
 from engine.numerics import check_batch_invariance
 from engine.rope import uses_long_factors
 from engine.weights import open_weights
@@ -26,7 +28,7 @@ from engine.weights import open_weights
 class LoadedModel:
     """``info.fingerprint`` is also the ``model`` of the cache's layout."""
 
-    model: Decoder
+    model: Decoder | TransformersModel
     architecture: ModelArchitecture
     cache: KVCache
     info: ModelInfo
@@ -49,6 +51,11 @@ def load_model(
     device = _device(config.device)
     checkpoint = find_checkpoint(path)
     architecture = read_architecture(checkpoint)
+    is_foreign = architecture.family == FOREIGN.name
+    if is_foreign:
+        if config.batch_invariant:
+            raise ConfigError("engine.batch_invariant is not possible for a model that transformers computes")
+        architecture = probe(checkpoint.path, architecture)
     dtype = _dtype(dtype, architecture, device, config.batch_invariant)
     limit = _context_limit(max_model_len, architecture)
     fingerprint = weights_fingerprint(path, dtype)
@@ -68,10 +75,14 @@ def load_model(
     kernels = BATCH_INVARIANT if config.batch_invariant else ORDINARY
     tell(f"reading weights from {path} as {dtype} onto {device}")
     with torch.inference_mode():
-        weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
-        model = Decoder(architecture, weights, kernels, limit)
-        weights.finish()
-        if config.batch_invariant:
+        model: Decoder | TransformersModel
+        if is_foreign:
+            model = TransformersModel(checkpoint.path, architecture, getattr(torch, dtype), device, kernels)
+        else:
+            weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
+            model = Decoder(architecture, weights, kernels, limit)
+            weights.finish()
+        if config.batch_invariant and isinstance(model, Decoder):
             tell("checking that results do not depend on the batch")
             check_batch_invariance(model.product_weights, architecture.head_dim)
     num_blocks = pool_blocks(config.pool_bytes, layout, device)

@@ -132,8 +132,8 @@ def test_foreign_weights_are_refused(change: Any, text: str, tmp_path: Path) -> 
         ({"config.json": "{}", "pytorch_model.bin": ""}, "only safetensors are read"),
         ({"a.gguf": "nonsense"}, "is not a GGUF file|cannot read"),
         ({"config.json": "[", "model.safetensors": ""}, "is not JSON"),
-        ({"config.json": '{"architectures": ["GPT2LMHeadModel"]}', "model.safetensors": ""},
-         "'GPT2LMHeadModel' is not supported, only LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, "),
+        ({"config.json": '{"architectures": ["T5ForConditionalGeneration"]}', "model.safetensors": ""},
+         "'T5ForConditionalGeneration' is not supported, only LlamaForCausalLM, MistralForCausalLM, "),
     ],
 )  # fmt: skip
 def test_what_is_no_model_says_why(files: dict[str, str], text: str, tmp_path: Path) -> None:
