@@ -53,7 +53,14 @@ class EngineConfig(_Section):
     block_size: int = Field(16, ge=1, le=1024, description="tokens per KV block")
     pool_bytes: int | None = Field(None, ge=1, description="KV pool of one worker; default: a share of free memory")
     prefix_cache: bool = True
-    batch_invariant: bool = Field(False, description="bitwise equal results in any batch (float32 only)")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto",
+        description="what computes a step: compiled here for this CPU (native: the fastest, and batch-invariant), or "
+        "torch; auto: native where the CPU has AVX-512 and a C++ compiler is found",
+    )
+    batch_invariant: bool = Field(
+        False, description="bitwise equal results in any batch, also where torch computes (float32 only there)"
+    )
     threads: int | None = Field(None, ge=1, description="compute threads; default: cores over workers on this host")
     step_timeout_s: float = Field(
         60.0, gt=0, description="a step that takes longer is taken for hung: the worker gets no new work until it ends"

@@ -56,18 +56,26 @@ class KVCache:
             return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
         return torch.zeros(shape, dtype=torch.uint8, device=self.device)
 
-    def write(self, layer: int, batch: StepBatch, *halves: torch.Tensor) -> None:
-        """Stores keys and values, or latents, [N, num_kv_heads, head_dim] of the batch's rows at their slots."""
-        pool = self.layers[layer]
+    def places(self, batch: StepBatch) -> tuple[torch.Tensor, ...]:
+        """Where the batch's rows go in what `begin` gives: their keys and their values, or their latents; [N] each."""
+        if self.layout.halves == 1:
+            return (batch.slots,)
         size = self.layout.block_size
+        keys = batch.slots + (batch.slots // size) * size
+        return keys, keys + size
+
+    def begin(self, layer: int, batch: StepBatch) -> torch.Tensor:
+        """The pool's rows [n, num_kv_heads, head_dim] of ``layer``, to be written at `places`."""
+        pool = self.layers[layer]
         if batch.unfilled.numel():
             pool.index_fill_(0, batch.unfilled, 0)
-        tokens = pool.view(-1, *pool.shape[-2:])
-        rows = batch.slots
-        if len(halves) > 1:
-            rows = rows + (rows // size) * size
-        for number, half in enumerate(halves):
-            tokens.index_copy_(0, rows + number * size if number else rows, half)
+        return pool.view(-1, *pool.shape[-2:])
+
+    def write(self, layer: int, batch: StepBatch, *halves: torch.Tensor) -> None:
+        """Stores keys and values, or latents, [N, num_kv_heads, head_dim] of the batch's rows."""
+        tokens = self.begin(layer, batch)
+        for half, places in zip(halves, self.places(batch), strict=True):
+            tokens.index_copy_(0, places, half)
 
     def gather(self, layer: int, block_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the blocks ``block_ids`` [S, n], each [S, n * block_size, num_kv_heads,

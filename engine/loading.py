@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,11 +14,12 @@ from common.handoff import KVLayout
 from common.workers import ModelInfo
 from engine.checkpoint import find_checkpoint, read_architecture, weights_fingerprint
 from engine.families import FOREIGN
+from engine.kernels import BATCH_INVARIANT, ORDINARY, Kernels
 from engine.kv_cache import KVCache, pool_blocks
-from engine.layers import BATCH_INVARIANT, ORDINARY
 from engine.model_config import ModelArchitecture
 from engine.models.decoder import Decoder
 from engine.models.foreign import TransformersModel, probe
+from engine.native import NativeError, native_kernels, suits
 from engine.numerics import check_batch_invariance
 from engine.rope import uses_long_factors
 from engine.weights import open_weights
@@ -57,6 +58,7 @@ def load_model(
             raise ConfigError("engine.batch_invariant is not possible for a model that transformers computes")
         architecture = probe(checkpoint.path, architecture)
     dtype = _dtype(dtype, architecture, device, config.batch_invariant)
+    kernels = ORDINARY if is_foreign else _kernels(config, architecture, dtype, device, threads, tell)
     limit = _context_limit(max_model_len, architecture)
     fingerprint = weights_fingerprint(path, dtype)
     layout = KVLayout(
@@ -72,19 +74,26 @@ def load_model(
     )
     if config.pool_bytes is not None:
         pool_blocks(config.pool_bytes, layout, device)  # too small: said now, not after minutes of reading
-    kernels = BATCH_INVARIANT if config.batch_invariant else ORDINARY
-    tell(f"reading weights from {path} as {dtype} onto {device}")
+    tell(f"reading weights from {path} as {dtype} onto {device}, for {kernels.name} kernels")
     with torch.inference_mode():
         model: Decoder | TransformersModel
         if is_foreign:
-            model = TransformersModel(checkpoint.path, architecture, getattr(torch, dtype), device, kernels)
+            model = TransformersModel(checkpoint.path, architecture, getattr(torch, dtype), device)
         else:
             weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
+            packed: list[torch.Tensor] = []
+
+            def noted(weight: torch.Tensor) -> torch.Tensor:
+                packed.append(weight)
+                return weight
+
+            if kernels is BATCH_INVARIANT:
+                kernels = replace(kernels, pack=noted)
             model = Decoder(architecture, weights, kernels, limit)
             weights.finish()
-        if config.batch_invariant and isinstance(model, Decoder):
-            tell("checking that results do not depend on the batch")
-            check_batch_invariance(model.product_weights, architecture.head_dim)
+            if packed:
+                tell("checking that results do not depend on the batch")
+                check_batch_invariance(packed, architecture.head_dim)
     num_blocks = pool_blocks(config.pool_bytes, layout, device)
     tell(f"making a KV pool of {num_blocks} blocks, {num_blocks * layout.block_bytes >> 20} MiB")
     # Not in inference mode: other threads write into the pool, and such tensors would refuse them.
@@ -113,10 +122,36 @@ def _device(name: str) -> torch.device:
 
 def _dtype(wanted: str, architecture: ModelArchitecture, device: torch.device, batch_invariant: bool) -> str:
     if wanted == "auto":
-        wanted = architecture.dtype if device.type == "cuda" and not batch_invariant else "float32"
-    if batch_invariant and wanted != "float32":
-        raise ConfigError(f"engine.batch_invariant needs model.dtype float32, it is {wanted}")
+        return architecture.dtype if device.type == "cuda" and not batch_invariant else "float32"
     return wanted
+
+
+def _kernels(
+    config: EngineConfig,
+    architecture: ModelArchitecture,
+    dtype: str,
+    device: torch.device,
+    threads: int,
+    tell: Callable[[str], None],
+) -> Kernels:
+    """Those that the configuration asks for, or the best that there are here. Raises ConfigError."""
+    if config.kernels != "torch" and device.type == "cpu":
+        reason = f"heads of {architecture.head_dim} components in {dtype} are not for native kernels"
+        if suits(architecture.head_dim, dtype):
+            try:
+                return native_kernels(threads)
+            except NativeError as error:
+                reason = f"no native kernels: {error}"
+        if config.kernels == "native":
+            raise ConfigError(f"engine.kernels is native, and {reason}")
+        tell(f"{reason}; torch's are used, which are slower")
+    elif config.kernels == "native":
+        raise ConfigError(f"engine.kernels native is for the CPU, the device is {device}")
+    if not config.batch_invariant:
+        return ORDINARY
+    if dtype != "float32":
+        raise ConfigError(f"engine.batch_invariant needs model.dtype float32 with torch's kernels, it is {dtype}")
+    return BATCH_INVARIANT
 
 
 def _context_limit(wanted: int | None, architecture: ModelArchitecture) -> int:

@@ -34,16 +34,8 @@ class RotaryTable:
         self._sin = self._sin.to(device)
 
     def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [N, 1, T/2] of ``positions`` [N], to be shared by all layers of a step."""
-        return self._cos.index_select(0, positions)[:, None], self._sin.index_select(0, positions)[:, None]
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turns each head of ``x`` [N, H, D]: of its first T components the i-th together with the one at i + T/2."""
-    turned = 2 * cos.shape[-1]
-    first, second = x[..., :turned].float().chunk(2, dim=-1)
-    parts = [(first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype)]
-    return torch.cat(parts if turned == x.shape[-1] else [*parts, x[..., turned:]], dim=-1)
+        """(cos, sin) [N, T/2] of ``positions`` [N], to be shared by all layers of a step."""
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
 def uses_long_factors(rotary: Rotary, num_positions: int) -> bool:

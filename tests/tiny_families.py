@@ -34,7 +34,7 @@ EXPERTS = {"num_experts_per_tok": 2}
 LATENT = EXPERTS | {
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
-    "kv_lora_rank": 20,
+    "kv_lora_rank": 24,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
     "v_head_dim": 12,

@@ -18,13 +18,14 @@ import torch
 from engine.attention import AttentionShape, soft_capped
 from engine.batch import StepBatch
 from engine.families import Family, family_of
+from engine.kernels import Kernels
 from engine.kv_cache import KVCache
-from engine.layers import GatedMLP, Kernels, Linear, RMSNorm
+from engine.layers import GatedMLP, Linear, RMSNorm
 from engine.model_config import ModelArchitecture
-from engine.models.attending import Angles, LayerCache, LayerWritten
+from engine.models.attending import Angles, LayerWritten, StepCache
 from engine.models.experts import SparseMLP
 from engine.models.latent import LatentAttention
-from engine.rope import RotaryTable, rotate
+from engine.rope import RotaryTable
 from engine.weights import ModelWeights
 
 
@@ -44,34 +45,30 @@ class Decoder:
         self._ropes = [RotaryTable(rope, max_len, weights.device) for rope in ropes]
         self._rope_of = [bool(window and a.local_rope is not None) for window in a.windows]
         self._layers = [_DecoderLayer(a, family, weights, layer, kernels) for layer in range(a.num_layers)]
-        self._norm = RMSNorm(weights, "model.norm", a.hidden_size, a.rms_eps, centred=family.centred)
+        self._norm = RMSNorm(weights, "model.norm", a.hidden_size, a.rms_eps, kernels, centred=family.centred)
         weights.discard_layers(a.num_layers, a.extra_layers)
+        head = self._embedding
         if a.tied_head:
             weights.discard("lm_head.weight")
-            self._head = self._embedding
         else:
-            self._head = weights.take("lm_head.weight", a.vocab_size, a.hidden_size)
+            head = weights.take("lm_head.weight", a.vocab_size, a.hidden_size)
+        self._head = kernels.pack(head)
 
     def forward(self, batch: StepBatch, cache: KVCache, written: LayerWritten | None = None) -> torch.Tensor:
         """Logits [R, V] in float32 of the batch's ``logit_rows``.
 
         ``written`` is called with each layer's number once its keys and values are in the cache.
         """
-        attention = self._kernels.attention(batch, self._shape)
+        kept = StepCache(batch, cache, self._kernels, self._shape, written)
         angles = [rope.rows(batch.positions) for rope in self._ropes]
-        x = self._embedding.index_select(0, batch.token_ids)
+        x = self._kernels.widen(self._embedding.index_select(0, batch.token_ids))
         if self._embedding_scale is not None:
             x = x * self._embedding_scale
-        for index, layer in enumerate(self._layers):
-            x = layer(x, angles[self._rope_of[index]], LayerCache(batch, cache, attention, index, written))
+        for layer, rope in zip(self._layers, self._rope_of, strict=True):
+            x = layer(x, angles[rope], kept)
         wanted = self._norm(x.index_select(0, batch.logit_rows))
-        logits = self._kernels.product(wanted, self._head).float()
+        logits = self._kernels.product(wanted, self._head, None).float()
         return soft_capped(logits, self._logit_softcap) if self._logit_softcap else logits
-
-    @property
-    def product_weights(self) -> list[torch.Tensor]:
-        """Matrices that rows are multiplied with, [out, in] each: one at least of every shape."""
-        return [weight for layer in self._layers for weight in layer.product_weights] + [self._head]
 
 
 class _DecoderLayer:
@@ -79,16 +76,16 @@ class _DecoderLayer:
         self, architecture: ModelArchitecture, family: Family, weights: ModelWeights, layer: int, kernels: Kernels
     ) -> None:
         a, name = architecture, f"model.layers.{layer}"
-        norm = partial(RMSNorm, weights, size=a.hidden_size, eps=a.rms_eps, centred=family.centred)
+        norm = partial(RMSNorm, weights, size=a.hidden_size, eps=a.rms_eps, kernels=kernels, centred=family.centred)
         norms = _NORMS[family.norms]
         self._before_attention, self._after_attention, self._before_mlp, self._after_mlp = (
             norm(f"{name}.{part}") if part else _unchanged for part in norms
         )
         self._attention: _SelfAttention | LatentAttention
         if a.latent is not None:
-            self._attention = LatentAttention(a, a.latent, weights, f"{name}.self_attn", kernels)
+            self._attention = LatentAttention(a, a.latent, weights, layer, f"{name}.self_attn", kernels)
         else:
-            self._attention = _SelfAttention(a, family, weights, f"{name}.self_attn", kernels)
+            self._attention = _SelfAttention(a, family, weights, layer, f"{name}.self_attn", kernels)
         self._mlp: GatedMLP | SparseMLP
         if family.experts is not None and a.experts is not None and a.experts.sparse[layer]:
             self._mlp = SparseMLP(weights, name, a, a.experts, family.experts, kernels)
@@ -97,13 +94,9 @@ class _DecoderLayer:
             names = tuple(f"{name}.mlp.{part}" for part in parts)
             self._mlp = GatedMLP(weights, names, f"{name}.mlp.down_proj", a, kernels)
 
-    def __call__(self, x: torch.Tensor, angles: Angles, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, cache: StepCache) -> torch.Tensor:
         x = x + self._after_attention(self._attention(self._before_attention(x), angles, cache))
         return x + self._after_mlp(self._mlp(self._before_mlp(x)))
-
-    @property
-    def product_weights(self) -> list[torch.Tensor]:
-        return [*self._attention.product_weights, *self._mlp.product_weights]
 
 
 _NORMS = {
@@ -125,9 +118,17 @@ def _unchanged(x: torch.Tensor) -> torch.Tensor:
 
 class _SelfAttention:
     def __init__(
-        self, architecture: ModelArchitecture, family: Family, weights: ModelWeights, name: str, kernels: Kernels
+        self,
+        architecture: ModelArchitecture,
+        family: Family,
+        weights: ModelWeights,
+        layer: int,
+        name: str,
+        kernels: Kernels,
     ) -> None:
         a = architecture
+        self._layer = layer
+        self._rotate = kernels.rotate
         self._head_dim = a.head_dim
         self._sizes = (a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.num_kv_heads * a.head_dim)
         parts = ("qkv_proj",) if family.fused else ("q_proj", "k_proj", "v_proj")
@@ -141,19 +142,15 @@ class _SelfAttention:
         if family.qk_norm != "none":
             widths = self._sizes[:2] if self._whole else (a.head_dim, a.head_dim)
             self._q_norm, self._k_norm = (
-                RMSNorm(weights, f"{name}.{part}_norm", width, a.rms_eps, centred=family.centred)
+                RMSNorm(weights, f"{name}.{part}_norm", width, a.rms_eps, kernels, centred=family.centred)
                 for part, width in zip("qk", widths, strict=True)
             )
 
-    def __call__(self, x: torch.Tensor, angles: Angles, cache: LayerCache) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, angles: Angles, cache: StepCache) -> torch.Tensor:
         q, k, v = self._qkv(x).split(self._sizes, dim=-1)
         if self._whole:
             q, k = self._q_norm(q), self._k_norm(k)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in (q, k, v))
         if not self._whole:
             q, k = self._q_norm(q), self._k_norm(k)
-        return self._output(cache.attend(rotate(q, *angles), rotate(k, *angles), v))
-
-    @property
-    def product_weights(self) -> list[torch.Tensor]:
-        return [self._qkv.weight, self._output.weight]
+        return self._output(cache.attend(self._layer, self._rotate(q, *angles), self._rotate(k, *angles), v))

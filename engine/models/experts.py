@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 
 from engine.families import ExpertNames
-from engine.layers import GatedMLP, Kernels
+from engine.kernels import Kernels
+from engine.layers import GatedMLP
 from engine.model_config import Experts, ModelArchitecture
 from engine.weights import ModelWeights
 
@@ -30,15 +31,16 @@ class SparseMLP:
         prefix, hidden, inner = f"{layer}.{names.prefix}", architecture.hidden_size, experts.inner_size
         self._router = Router(weights, f"{prefix}.gate", hidden, experts, kernels)
         self._product = kernels.product
-        self._activation = kernels.activations[architecture.activation]
+        self._gated, self._activation = kernels.gated, architecture.activation
         self._gate_up, self._down = [], []
         for number in range(experts.count):
             gate, up = (
                 weights.take(f"{prefix}.experts.{number}.{part}.weight", inner, hidden)
                 for part in (names.gate, names.up)
             )
-            self._gate_up.append(torch.cat([gate, up]))
-            self._down.append(weights.take(f"{prefix}.experts.{number}.{names.down}.weight", hidden, inner))
+            down = weights.take(f"{prefix}.experts.{number}.{names.down}.weight", hidden, inner)
+            self._gate_up.append(kernels.pack(torch.cat([gate, up])))
+            self._down.append(kernels.pack(down))
         self._shared: GatedMLP | None = None
         if experts.shared_size:
             shared = tuple(f"{prefix}.shared_experts.{part}" for part in (names.gate, names.up, names.down))
@@ -58,24 +60,18 @@ class SparseMLP:
         for expert, count in enumerate(counts):
             if count:
                 some = rows[first : first + count]
-                gate, up = self._product(x.index_select(0, some), self._gate_up[expert]).chunk(2, dim=-1)
-                result = self._product(self._activation(gate) * up, self._down[expert])
+                both = self._product(x.index_select(0, some), self._gate_up[expert], None)
+                result = self._product(self._gated(both, self._activation), self._down[expert], None)
                 out.index_add_(0, some, result * shares[first : first + count])
                 first += count
         return out if self._shared is None else out + self._shared(x)
-
-    @property
-    def product_weights(self) -> list[torch.Tensor]:
-        """One of each shape: all experts are alike."""
-        shared = [] if self._shared is None else self._shared.product_weights
-        return [self._router.weight, self._gate_up[0], self._down[0], *shared]
 
 
 class Router:
     """Which experts a row goes to, and with which weights. In float32, whatever the model's dtype."""
 
     def __init__(self, weights: ModelWeights, name: str, hidden: int, experts: Experts, kernels: Kernels) -> None:
-        self.weight = weights.take(f"{name}.weight", experts.count, hidden, dtype=torch.float32)
+        self._weight = kernels.pack(weights.take(f"{name}.weight", experts.count, hidden, dtype=torch.float32))
         self._experts = experts
         self._product = kernels.product
         self._bias: torch.Tensor | None = None
@@ -85,7 +81,7 @@ class Router:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(weights, numbers) [N, K] of each row's experts."""
         experts = self._experts
-        logits = self._product(x.float(), self.weight)
+        logits = self._product(x.float(), self._weight, None)
         scores = logits.softmax(-1) if experts.scoring == "softmax" else 1 / (torch.exp(-logits) + 1)
         choice = scores if self._bias is None else scores + self._bias
         if experts.groups > 1:

@@ -27,10 +27,10 @@ import torch
 from common.errors import ConfigError, EngineError
 from engine.attention import AttentionShape
 from engine.batch import StepBatch
+from engine.kernels import ORDINARY
 from engine.kv_cache import KVCache
-from engine.layers import Kernels
 from engine.model_config import ModelArchitecture
-from engine.models.attending import LayerCache, LayerWritten
+from engine.models.attending import LayerWritten, StepCache
 
 _IMPLEMENTATION = "baton"
 _UNKNOWN_TO_US = ("s_aux", "position_bias", "alibi", "head_mask", "encoder_hidden_states")
@@ -140,9 +140,7 @@ def probe(folder: Path, architecture: ModelArchitecture) -> ModelArchitecture:
 class TransformersModel:
     """Tokens in, logits out, as `Decoder`. ``architecture`` is what `probe` gave."""
 
-    def __init__(
-        self, folder: Path, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device, kernels: Kernels
-    ) -> None:
+    def __init__(self, folder: Path, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device) -> None:
         a = architecture
         try:
             model = _transformers().AutoModelForCausalLM.from_pretrained(
@@ -152,14 +150,13 @@ class TransformersModel:
             raise EngineError(f"transformers cannot load {folder}: {type(error).__name__}: {error}") from error
         self._model = _without_padding(model.to(device))
         self._shape = AttentionShape(a.num_kv_heads, a.attention_scale, a.windows, a.attention_softcap)
-        self._kernels = kernels
 
     def forward(self, batch: StepBatch, cache: KVCache, written: LayerWritten | None = None) -> torch.Tensor:
         """Logits [R, V] in float32 of the batch's ``logit_rows``."""
-        attention = self._kernels.attention(batch, self._shape)
+        kept = StepCache(batch, cache, ORDINARY, self._shape, written)
 
         def attend(layer: int, _: _LayerAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return LayerCache(batch, cache, attention, layer, written).attend(q.contiguous(), k, v).view(q.shape)
+            return kept.attend(layer, q.contiguous(), k, v).view(q.shape)
 
         with _attended(attend):
             return _run(self._model, batch.token_ids, batch.positions, batch.logit_rows).float()

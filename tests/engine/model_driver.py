@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +19,20 @@ from engine.plan import SequenceStep
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def load(folder: Path, *, batch_invariant: bool = False, block_size: int = 16, blocks: int = 256) -> LoadedModel:
+KINDS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "ordinary": {"kernels": "torch"},
+    "invariant": {"kernels": "torch", "batch_invariant": True},
+    "native": {"kernels": "native"},
+}
+"""What computes, and how it is asked for."""
+
+
+def load(folder: Path, kind: str = "auto", *, block_size: int = 16, blocks: int = 256) -> LoadedModel:
     a = read_architecture(find_checkpoint(folder))
     halves = 1 if a.latent is not None else 2
     block_bytes = a.num_layers * halves * block_size * a.num_kv_heads * a.head_dim * 4
-    config = EngineConfig(
-        device="cpu", block_size=block_size, batch_invariant=batch_invariant, pool_bytes=blocks * block_bytes
-    )
+    config = EngineConfig(device="cpu", block_size=block_size, pool_bytes=blocks * block_bytes, **KINDS[kind])
     return load_model(folder, config, "auto", 2, None, None, lambda text: None)
 
 

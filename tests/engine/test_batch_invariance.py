@@ -6,17 +6,19 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import gelu, silu
 
 from common.errors import ConfigError, EngineError
 from common.messages import SamplingParams
 from engine import numerics
-from engine.layers import BATCH_INVARIANT
+from engine.kernels import BATCH_INVARIANT
 from engine.sampler import RowSampling, Sampler
 from tests.engine.model_driver import Driver, load, random_tokens
 from tests.tiny_model import build_tiny_llama
@@ -30,10 +32,11 @@ SHAPES = [{}, {"num_key_value_heads": 1, "hidden_size": 96, "num_attention_heads
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=[(shape, kind) for kind in ("native", "invariant") for shape in SHAPES])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Driver:
-    folder = build_tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=1024, **request.param)
-    return Driver(load(folder, batch_invariant=True, blocks=400))
+    shape, kind = request.param
+    folder = build_tiny_llama(tmp_path_factory.mktemp("model"), max_position_embeddings=1024, **shape)
+    return Driver(load(folder, kind, blocks=400))
 
 
 @settings(deadline=None, max_examples=12, phases=PHASES)
@@ -74,20 +77,23 @@ def test_more_rows_than_one_product_takes(model: Driver) -> None:
 
 
 def test_activation_does_not_depend_on_its_place() -> None:
-    x = torch.randn(4000) * 4
-    whole = BATCH_INVARIANT.activations["silu"](x)
-    torch.testing.assert_close(whole, torch.nn.functional.silu(x))
-    for first in range(0, 3900, 13):
-        part = slice(first, first + 1 + first % 67)
-        assert BATCH_INVARIANT.activations["silu"](x[part].clone()).equal(whole[part])
+    gate, ones = torch.randn(4000) * 4, torch.ones(4000)
+    for name, function in (("silu", silu), ("gelu_tanh", partial(gelu, approximate="tanh"))):
+        whole = BATCH_INVARIANT.gated(torch.cat([gate, ones])[None], name)[0]
+        torch.testing.assert_close(whole, function(gate), atol=1e-6, rtol=1e-5)
+        for first in range(0, 3900, 13):
+            part = slice(first, first + 1 + first % 67)
+            both = torch.cat([gate[part], ones[part]])[None]
+            assert BATCH_INVARIANT.gated(both, name)[0].equal(whole[part])
 
 
-def test_block_size_does_not_show(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["invariant", "native"])
+def test_block_size_does_not_show(kind: str, tmp_path: Path) -> None:
     folder = build_tiny_llama(tmp_path)
     tokens = random_tokens(random.Random(1), 400)
     seen = []
     for block_size in (8, 16, 64):
-        driver = Driver(load(folder, batch_invariant=True, block_size=block_size))
+        driver = Driver(load(folder, kind, block_size=block_size))
         seen.append(driver.run([driver.step("it", tokens, 0)])[0])
     assert seen[0].equal(seen[1])
     assert seen[0].equal(seen[2])
@@ -98,8 +104,9 @@ def test_other_dtypes_are_refused(tmp_path: Path) -> None:
     from engine.loading import load_model
 
     folder = build_tiny_llama(tmp_path)
-    with pytest.raises(ConfigError, match="float32, it is bfloat16"):
-        load_model(folder, EngineConfig(device="cpu", batch_invariant=True), "bfloat16", 1, None, None, print)
+    config = EngineConfig(device="cpu", kernels="torch", batch_invariant=True)
+    with pytest.raises(ConfigError, match=r"needs model.dtype float32 with torch's kernels, it is bfloat16"):
+        load_model(folder, config, "bfloat16", 1, None, None, print)
 
 
 def test_platform_that_breaks_the_promise_is_found() -> None:

@@ -93,7 +93,7 @@ def test_attention_that_is_not_ours_is_refused(kind: str, settings: dict[str, An
 
 def test_batch_invariance_is_not_promised(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="batch_invariant is not possible"):
-        load(build(tmp_path, *MODELS["gpt2"]), batch_invariant=True)
+        load(build(tmp_path, *MODELS["gpt2"]), "invariant")
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

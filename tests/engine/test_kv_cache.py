@@ -59,9 +59,9 @@ def test_wrong_places_and_sizes_are_refused(layer: int, ids: list[int], shape: t
             call(layer, ids, np.zeros(shape, dtype=np.uint8))
 
 
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_what_a_failed_sequence_left_behind_harms_nobody(batch_invariant: bool, tmp_path: Path) -> None:
-    loaded = load(build_tiny_llama(tmp_path), batch_invariant=batch_invariant)
+@pytest.mark.parametrize("kind", ["ordinary", "invariant", "native"])
+def test_what_a_failed_sequence_left_behind_harms_nobody(kind: str, tmp_path: Path) -> None:
+    loaded = load(build_tiny_llama(tmp_path), kind)
     rng = random.Random(3)
     sequences = {"a": random_tokens(rng, 75), "b": random_tokens(rng, 18), "c": random_tokens(rng, 3)}
     clean = Driver(loaded).run_all(sequences, random.Random(4), longest=20)

@@ -34,10 +34,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def check_against_oracle(folder: Path, batch_invariant: bool = False) -> None:
+def check_against_oracle(folder: Path, kind: str) -> None:
     rng = random.Random(1)
     sequences = {name: random_tokens(rng, length) for name, length in (("a", 300), ("b", 41), ("c", 5))}
-    seen = Driver(load(folder, batch_invariant=batch_invariant)).run_all(sequences, rng, longest=61)
+    seen = Driver(load(folder, kind)).run_all(sequences, rng, longest=61)
     for name, tokens in sequences.items():
         want = hf_logits(folder, tokens)
         assert len(seen[name]) > 1
@@ -45,30 +45,14 @@ def check_against_oracle(folder: Path, batch_invariant: bool = False) -> None:
             torch.testing.assert_close(logits, want[position], atol=3e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["ordinary", "native"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_transformers(variant: str, tmp_path: Path) -> None:
-    check_against_oracle(build_tiny_llama(tmp_path, **VARIANTS[variant]))
-
-
-@pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
-def test_related_families(family: str, tmp_path: Path) -> None:
-    import transformers
-
-    torch.manual_seed(3)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith(".bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-    model.save_pretrained(tmp_path)
-    check_against_oracle(tmp_path)
+def test_logits_equal_transformers(variant: str, kind: str, tmp_path: Path) -> None:
+    check_against_oracle(build_tiny_llama(tmp_path, **VARIANTS[variant]), kind)
 
 
 def test_batch_invariant_arithmetic_equals_transformers(tmp_path: Path) -> None:
-    check_against_oracle(build_tiny_llama(tmp_path), batch_invariant=True)
+    check_against_oracle(build_tiny_llama(tmp_path), "invariant")
 
 
 def test_older_config_keys_mean_the_same(tmp_path: Path) -> None:
@@ -79,16 +63,16 @@ def test_older_config_keys_mean_the_same(tmp_path: Path) -> None:
     config["rope_scaling"] = rope
     config["torch_dtype"] = config.pop("dtype", "float32")
     (folder / "config.json").write_text(json.dumps(config))
-    check_against_oracle(folder)
+    check_against_oracle(folder, "ordinary")
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 48, 300])
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_any_block_size(block_size: int, batch_invariant: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ordinary", "invariant", "native"])
+def test_any_block_size(block_size: int, kind: str, tmp_path: Path) -> None:
     folder = build_tiny_llama(tmp_path)
     rng = random.Random(2)
     sequences = {"a": random_tokens(rng, 301), "b": random_tokens(rng, 20)}
-    loaded = load(folder, block_size=block_size, batch_invariant=batch_invariant, blocks=330)
+    loaded = load(folder, kind, block_size=block_size, blocks=330)
     for name, logits in Driver(loaded).run_all(sequences, rng, longest=90).items():
         position = len(sequences[name]) - 1
         torch.testing.assert_close(logits[position], hf_logits(folder, sequences[name])[-1], atol=3e-4, rtol=1e-4)
