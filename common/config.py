@@ -58,6 +58,11 @@ class EngineConfig(_Section):
         description="what computes a step: compiled here for this CPU (native: the fastest, and batch-invariant), or "
         "torch; auto: native where the CPU has AVX-512 and a C++ compiler is found",
     )
+    quantization: Literal["none", "int8", "int4", "stored"] = Field(
+        "none",
+        description="of the weights that rows are multiplied with (native kernels). int8, int4: 32 weights share a "
+        "scale (the head stays int8); stored: what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays so, the rest as int8",
+    )
     batch_invariant: bool = Field(
         False, description="bitwise equal results in any batch, also where torch computes (float32 only there)"
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 
 import gguf
 import numpy as np
@@ -16,6 +17,7 @@ from gguf.quants import dequantize
 from common.errors import EngineError
 from engine.families import family_of
 from engine.model_config import ModelArchitecture
+from engine.quantised import GROUP, QuantisedWeight
 
 _WHOLE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -64,6 +66,52 @@ class GGUFTensors:
         # A copy: what the file's mapping backs is read-only.
         return torch.from_numpy(np.array(values, dtype=np.float32))
 
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        tensor = self._tensors[name]
+        reader = _STORED.get(tensor.tensor_type.name)
+        if reader is None or len(tensor.shape) != 2:
+            return None
+        inputs, outputs = (int(size) for size in tensor.shape)
+        weight = reader(np.array(tensor.data).reshape(outputs, inputs // GROUP, -1), inputs)
+        for projection, heads in self._permuted.items():
+            if f".{projection}." in name:
+                weight = weight.with_rows(partial(_uninterleave_rows, heads=heads))
+        return weight
+
+
+def _read_q8_0(blocks: np.ndarray, inputs: int) -> QuantisedWeight:
+    """``blocks`` [out, groups, 34]: scale, 32 signed codes."""
+    codes = (blocks[..., 2:].view(np.int8).astype(np.int16) + 128).astype(np.uint8)
+    return QuantisedWeight(_flat(codes), _halves(blocks, 0), None, inputs, 8)
+
+
+def _read_q4_0(blocks: np.ndarray, inputs: int) -> QuantisedWeight:
+    """``blocks`` [out, groups, 18]: scale, 32 codes around 8."""
+    scales = _halves(blocks, 0)
+    return QuantisedWeight(_nibbles(blocks[..., 2:]), scales, scales * -8, inputs, 4)
+
+
+def _read_q4_1(blocks: np.ndarray, inputs: int) -> QuantisedWeight:
+    """``blocks`` [out, groups, 20]: scale, minimum, 32 codes."""
+    return QuantisedWeight(_nibbles(blocks[..., 4:]), _halves(blocks, 0), _halves(blocks, 2), inputs, 4)
+
+
+def _halves(blocks: np.ndarray, at: int) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0])
+
+
+def _nibbles(packed: np.ndarray) -> torch.Tensor:
+    """uint8 [out, groups, 16] → [out, groups * 32]: first the low halves of all bytes, then the high ones."""
+    return _flat(np.concatenate([packed & 15, packed >> 4], axis=-1))
+
+
+def _flat(codes: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(codes.reshape(len(codes), -1)))
+
+
+_STORED = {"Q8_0": _read_q8_0, "Q4_0": _read_q4_0, "Q4_1": _read_q4_1}
+"""Types of GGUF whose blocks are `quantised.GROUP` weights of one scale (ggml's block_q8_0, block_q4_0, block_q4_1)."""
+
 
 def _hf_name(name: str) -> str:
     """Hugging Face's name for a GGUF tensor; an unknown name stays as it is (and is refused later)."""
@@ -73,6 +121,10 @@ def _hf_name(name: str) -> str:
     if match and match[2] in _PER_LAYER:
         return f"model.layers.{match[1]}.{_PER_LAYER[match[2]]}.{match[3]}"
     return name
+
+
+def _uninterleave_rows(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(_uninterleave(rows.numpy(), heads)))
 
 
 def _uninterleave(values: np.ndarray, heads: int) -> np.ndarray:

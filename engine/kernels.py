@@ -12,14 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
 
 from engine.attention import AttentionFactory, GatheredAttention
 from engine.numerics import MAX_ROWS, min_rows
+from engine.quantised import QuantisedWeight
 from engine.tiled_attention import TiledAttention
+
+T = TypeVar("T")
 
 Packed = Any
 """A weight as `Kernels.pack` made it."""
@@ -27,8 +30,9 @@ Packed = Any
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """``pack``: a weight [out, in] in the model's dtype, made ready for `product`: [N, in] and it → [N, out], plus a
-    bias [out] or None. ``widen``: rows of the model's dtype in that of activations.
+    """``pack``: a weight [out, in], in the model's dtype or (native kernels) quantised, made ready for `product`:
+    [N, in] and it → [N, out], plus a bias [out] or None; ``pack_head``: the same for the one that gives logits,
+    ``pack_exactly`` for one that is never quantised. ``widen``: rows of the model's dtype in that of activations.
 
     ``rms_norm``: rows [..., E], a weight [E], eps → rows; with ``centred`` weights (which are float32, and 1 larger
     than stored) all of it is computed in float32. ``gated``: rows [N, 2 * E], activation → act(first half) * second.
@@ -37,7 +41,9 @@ class Kernels:
     """
 
     name: str
-    pack: Callable[[torch.Tensor], Packed]
+    pack: Callable[[torch.Tensor | QuantisedWeight], Packed]
+    pack_head: Callable[[torch.Tensor | QuantisedWeight], Packed]
+    pack_exactly: Callable[[torch.Tensor], Packed]
     product: Callable[[torch.Tensor, Packed, torch.Tensor | None], torch.Tensor]
     widen: Callable[[torch.Tensor], torch.Tensor]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float, bool], torch.Tensor]
@@ -51,7 +57,7 @@ class Kernels:
         return torch.stack([self.product(x[:, head], weight, None) for head, weight in enumerate(weights)], dim=1)
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
+def _same(x: T) -> T:
     return x
 
 
@@ -114,7 +120,19 @@ def _store(rows: torch.Tensor, pool: torch.Tensor, places: torch.Tensor) -> None
     pool.index_copy_(0, places, rows)
 
 
-ORDINARY = Kernels("ordinary", _same, functional.linear, _same, _rms_norm, _gated, _rotate, _store, GatheredAttention)
+ORDINARY = Kernels(
+    "ordinary", _same, _same, _same, functional.linear, _same, _rms_norm, _gated, _rotate, _store, GatheredAttention
+)
 BATCH_INVARIANT = Kernels(
-    "batch-invariant", _same, _invariant_product, _same, _rms_norm, _invariant_gated, _rotate, _store, TiledAttention
+    "batch-invariant",
+    _same,
+    _same,
+    _same,
+    _invariant_product,
+    _same,
+    _rms_norm,
+    _invariant_gated,
+    _rotate,
+    _store,
+    TiledAttention,
 )

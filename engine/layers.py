@@ -8,6 +8,7 @@ import torch
 
 from engine.kernels import Kernels
 from engine.model_config import ModelArchitecture
+from engine.quantised import QuantisedWeight, stacked
 from engine.weights import ModelWeights
 
 
@@ -29,12 +30,13 @@ class Linear:
         reorder: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         named = list(zip(names, sizes, strict=True))
-        weight = _stacked([weights.take(f"{name}.weight", size, inputs) for name, size in named])
+        weight = stacked([weights.take_product(f"{name}.weight", size, inputs) for name, size in named])
         self._bias: torch.Tensor | None = None
         if bias:
-            self._bias = kernels.widen(_stacked([weights.take(f"{name}.bias", size) for name, size in named]))
+            self._bias = kernels.widen(torch.cat([weights.take(f"{name}.bias", size) for name, size in named]))
         if reorder is not None:
-            weight, self._bias = reorder(weight), None if self._bias is None else reorder(self._bias)
+            weight = weight.with_rows(reorder) if isinstance(weight, QuantisedWeight) else reorder(weight)
+            self._bias = None if self._bias is None else reorder(self._bias)
         self._weight = kernels.pack(weight)
         self._product = kernels.product
 
@@ -84,7 +86,3 @@ class GatedMLP:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._gated(self._gate_up(x), self._activation))
-
-
-def _stacked(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

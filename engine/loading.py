@@ -58,6 +58,8 @@ def load_model(
             raise ConfigError("engine.batch_invariant is not possible for a model that transformers computes")
         architecture = probe(checkpoint.path, architecture)
     dtype = _dtype(dtype, architecture, device, config.batch_invariant)
+    if is_foreign and config.quantization != "none":
+        raise ConfigError("engine.quantization is not possible for a model that transformers computes")
     kernels = ORDINARY if is_foreign else _kernels(config, architecture, dtype, device, threads, tell)
     limit = _context_limit(max_model_len, architecture)
     fingerprint = weights_fingerprint(path, dtype)
@@ -80,7 +82,8 @@ def load_model(
         if is_foreign:
             model = TransformersModel(checkpoint.path, architecture, getattr(torch, dtype), device)
         else:
-            weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device)
+            as_stored = config.quantization == "stored"
+            weights = open_weights(checkpoint, architecture, getattr(torch, dtype), device, as_stored=as_stored)
             packed: list[torch.Tensor] = []
 
             def noted(weight: torch.Tensor) -> torch.Tensor:
@@ -88,7 +91,7 @@ def load_model(
                 return weight
 
             if kernels is BATCH_INVARIANT:
-                kernels = replace(kernels, pack=noted)
+                kernels = replace(kernels, pack=noted, pack_head=noted, pack_exactly=noted)
             model = Decoder(architecture, weights, kernels, limit)
             weights.finish()
             if packed:
@@ -139,7 +142,7 @@ def _kernels(
         reason = f"heads of {architecture.head_dim} components in {dtype} are not for native kernels"
         if suits(architecture.head_dim, dtype):
             try:
-                return native_kernels(threads)
+                return native_kernels(threads, config.quantization)
             except NativeError as error:
                 reason = f"no native kernels: {error}"
         if config.kernels == "native":
@@ -147,6 +150,8 @@ def _kernels(
         tell(f"{reason}; torch's are used, which are slower")
     elif config.kernels == "native":
         raise ConfigError(f"engine.kernels native is for the CPU, the device is {device}")
+    if config.quantization != "none":
+        raise ConfigError(f"engine.quantization {config.quantization} needs native kernels (engine.kernels)")
     if not config.batch_invariant:
         return ORDINARY
     if dtype != "float32":

@@ -17,6 +17,7 @@ from common.errors import EngineError
 from engine.checkpoint import Checkpoint
 from engine.gguf_weights import GGUFTensors
 from engine.model_config import ModelArchitecture
+from engine.quantised import QuantisedWeight
 
 _DERIVED = re.compile(r"(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")
 """Tensors that some checkpoints store although they follow from the config."""
@@ -28,6 +29,10 @@ class TensorSource(Protocol):
     names: Sequence[str]
 
     def read(self, name: str) -> torch.Tensor: ...
+
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        """The matrix as it is stored; None where that is not in a form of `quantised.py`."""
+        ...
 
 
 class SafetensorsFiles:
@@ -47,13 +52,21 @@ class SafetensorsFiles:
     def read(self, name: str) -> torch.Tensor:
         return self._home[name].get_tensor(name)
 
+    def read_quantised(self, name: str) -> QuantisedWeight | None:
+        return None
+
 
 class ModelWeights:
-    """The tensors of one checkpoint, to be taken once each, as ``dtype`` on ``device``."""
+    """The tensors of one checkpoint, to be taken once each, as ``dtype`` on ``device``. ``as_stored``: quantised
+    matrices that rows are multiplied with stay so.
+    """
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, *, as_stored: bool = False
+    ) -> None:
         self._source = source
         self._left = dict.fromkeys(name for name in source.names if not _DERIVED.search(name))
+        self._as_stored = as_stored
         self.dtype = dtype
         self.device = device
 
@@ -67,6 +80,19 @@ class ModelWeights:
             found = list(tensor.shape)
             raise EngineError(f"weights: tensor {name} has shape {found}, the config asks for {list(shape)}")
         return tensor.to(device=self.device, dtype=dtype or self.dtype, copy=True).contiguous()
+
+    def take_product(self, name: str, outputs: int, inputs: int) -> torch.Tensor | QuantisedWeight:
+        """As `take`, for a matrix [outputs, inputs] that rows are multiplied with."""
+        quantised = self.quantised(name, outputs, inputs) if name in self._left else None
+        if quantised is None:
+            return self.take(name, outputs, inputs)
+        del self._left[name]
+        return quantised
+
+    def quantised(self, name: str, outputs: int, inputs: int) -> QuantisedWeight | None:
+        """The matrix as it is stored, if that is wanted and it is quantised; it is not taken by that."""
+        found = self._source.read_quantised(name) if self._as_stored else None
+        return found if found is not None and (len(found.codes), found.inputs) == (outputs, inputs) else None
 
     def discard(self, name: str) -> None:
         """Ignores ``name`` if it is there: a tied head that a checkpoint stores all the same."""
@@ -86,10 +112,15 @@ class ModelWeights:
 
 
 def open_weights(
-    checkpoint: Checkpoint, architecture: ModelArchitecture, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    architecture: ModelArchitecture,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    as_stored: bool = False,
 ) -> ModelWeights:
     """The weights at ``checkpoint``. Raises ConfigError or EngineError when they cannot be read."""
     source: TensorSource
     is_gguf = checkpoint.kind == "gguf"
     source = GGUFTensors(checkpoint.gguf, architecture) if is_gguf else SafetensorsFiles(checkpoint)
-    return ModelWeights(source, dtype, device)
+    return ModelWeights(source, dtype, device, as_stored=as_stored)

@@ -37,6 +37,7 @@ class Decoder:
         self._kernels = kernels
         self._shape = AttentionShape(a.num_kv_heads, a.attention_scale, a.windows, a.attention_softcap)
         self._logit_softcap = a.logit_softcap
+        quantised = weights.quantised("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         self._embedding = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
         self._embedding_scale: torch.Tensor | None = None
         if family.scaled_embedding:
@@ -47,12 +48,12 @@ class Decoder:
         self._layers = [_DecoderLayer(a, family, weights, layer, kernels) for layer in range(a.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", a.hidden_size, a.rms_eps, kernels, centred=family.centred)
         weights.discard_layers(a.num_layers, a.extra_layers)
-        head = self._embedding
+        head = quantised or self._embedding
         if a.tied_head:
             weights.discard("lm_head.weight")
         else:
-            head = weights.take("lm_head.weight", a.vocab_size, a.hidden_size)
-        self._head = kernels.pack(head)
+            head = weights.take_product("lm_head.weight", a.vocab_size, a.hidden_size)
+        self._head = kernels.pack_head(head)
 
     def forward(self, batch: StepBatch, cache: KVCache, written: LayerWritten | None = None) -> torch.Tensor:
         """Logits [R, V] in float32 of the batch's ``logit_rows``.

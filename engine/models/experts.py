@@ -71,7 +71,7 @@ class Router:
     """Which experts a row goes to, and with which weights. In float32, whatever the model's dtype."""
 
     def __init__(self, weights: ModelWeights, name: str, hidden: int, experts: Experts, kernels: Kernels) -> None:
-        self._weight = kernels.pack(weights.take(f"{name}.weight", experts.count, hidden, dtype=torch.float32))
+        self._weight = kernels.pack_exactly(weights.take(f"{name}.weight", experts.count, hidden, dtype=torch.float32))
         self._experts = experts
         self._product = kernels.product
         self._bias: torch.Tensor | None = None

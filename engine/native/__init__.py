@@ -13,9 +13,11 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +27,9 @@ from engine.attention import Attention, AttentionShape
 from engine.batch import StepBatch
 from engine.kernels import Kernels
 from engine.kv_cache import KVCache
+from engine.quantised import GROUP, QuantisedWeight, rounded
 
-VERSION = 1
+VERSION = 2
 """What `baton_version` of the source that belongs to this module says."""
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -52,9 +55,28 @@ class PackedWeight:
     bits: int
 
 
-def native_kernels(threads: int) -> Kernels:
-    """The kernels, with so many compute threads of their own. Raises NativeError."""
-    return _Native(_library(), threads).kernels()
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A quantised weight: ``data`` (bytes) as `kernels.cpp` describes, of ``bits`` 8 or 4."""
+
+    data: torch.Tensor
+    outputs: int
+    inputs: int
+    bits: int
+
+
+def native_kernels(threads: int, quantization: str = "none") -> Kernels:
+    """The kernels, with so many compute threads of their own. ``quantization`` of the weights that they pack: as in the
+    configuration. Raises NativeError.
+    """
+    native = _Native(_library(), threads)
+    if quantization != "none" and not native.can_quantise:
+        raise NativeError("this CPU has no AVX-512 VNNI, which quantised weights need")
+    if quantization == "none":
+        return native.kernels(native.pack, native.pack)
+    # Logits feel what their weights lose most.
+    small = partial(native.pack_quantised, bits=4 if quantization == "int4" else 8)
+    return native.kernels(small, partial(native.pack_quantised, bits=8))
 
 
 def suits(head_dim: int, dtype: str) -> bool:
@@ -73,8 +95,24 @@ def _library() -> ctypes.CDLL:
     for part in (SOURCE.read_bytes(), _output_of([compiler, "--version"]), _cpu_flags().encode()):
         digest.update(part)
     path = cache_folder() / "native" / f"kernels-{digest.hexdigest()}.so"
-    if not path.is_file():
+    if not _is_whole(path):
         _compile(compiler, path)
+    return _load(path)
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the library lies there as it was compiled: loading a damaged one would end the process."""
+    try:
+        return _checksum_file(path).read_text() == hashlib.blake2b(path.read_bytes()).hexdigest()
+    except OSError:
+        return False
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".blake2b")
+
+
+def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
         found = int(library.baton_version())
@@ -91,7 +129,11 @@ def _compile(compiler: str, path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
             _output_of([compiler, *FLAGS, str(SOURCE), "-o", str(made)])
-            made.replace(path)  # of several processes that compile at once the last one wins: they are the same
+            checksum = made.with_suffix(".blake2b")
+            checksum.write_text(hashlib.blake2b(made.read_bytes()).hexdigest())
+            # Of several processes that compile at once the last one wins: what they made is the same.
+            made.replace(path)
+            checksum.replace(_checksum_file(path))
     except OSError as error:
         raise NativeError(f"{path.parent} cannot be written: {error.strerror}") from error
 
@@ -131,16 +173,29 @@ class _Native:
             "write": (None, (place, place, *[integer] * 3, place, place, integer)),
             "attend": (None, (place, place, integer, place, place, *[integer] * 7, real, real, place, place)),
         }
+        self.can_quantise = hasattr(library, "baton_product_quantised")
+        if self.can_quantise:
+            signatures["quantised_bytes"] = (integer, (integer, integer, integer))
+            signatures["pack_codes"] = (None, (place, place, place, integer, integer, integer, place))
+            signatures["product_quantised"] = (
+                None, (place, place, *[integer] * 3, place, integer, place, place, integer, place, place, place)
+            )  # fmt: skip
         for name, (result, arguments) in signatures.items():
             function = getattr(library, f"baton_{name}")
             function.restype, function.argtypes = result, list(arguments)
         self.library = library
         self.pool = library.baton_pool(threads)  # for the life of the process, like the thread that calls it
 
-    def kernels(self) -> Kernels:
+    def kernels(
+        self,
+        pack: Callable[[Any], PackedWeight | PackedCodes],
+        pack_head: Callable[[Any], PackedWeight | PackedCodes],
+    ) -> Kernels:
         return Kernels(
             name="native",
-            pack=self._pack,
+            pack=pack,
+            pack_head=pack_head,
+            pack_exactly=self.pack,
             product=self._product,
             widen=torch.Tensor.float,
             rms_norm=self._rms_norm,
@@ -150,7 +205,7 @@ class _Native:
             attention=self._attention,
         )
 
-    def _pack(self, weight: torch.Tensor) -> PackedWeight:
+    def pack(self, weight: torch.Tensor) -> PackedWeight:
         outputs, inputs = weight.shape
         bits = _BITS[weight.dtype]
         data = torch.empty(
@@ -160,9 +215,54 @@ class _Native:
         self.library.baton_pack(wide.data_ptr(), outputs, inputs, data.data_ptr(), bits)
         return PackedWeight(data, outputs, inputs, bits)
 
-    def _product(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:
+    def pack_quantised(self, weight: torch.Tensor | QuantisedWeight, bits: int) -> PackedCodes:
+        """As it is stored if it is quantised, else in so many bits."""
+        if not isinstance(weight, QuantisedWeight):
+            weight = rounded(weight, bits)
+        outputs, groups = weight.scales.shape
+        bits = weight.bits
+        data = torch.empty(self.library.baton_quantised_bytes(outputs, groups * GROUP, bits), dtype=torch.uint8)
+        codes, scales, minima = weight.codes.contiguous(), weight.scales.contiguous(), weight.minima
+        if minima is not None:
+            minima = minima.contiguous()
+        self.library.baton_pack_codes(
+            codes.data_ptr(),
+            scales.data_ptr(),
+            None if minima is None else minima.data_ptr(),
+            outputs,
+            groups,
+            bits,
+            data.data_ptr(),
+        )
+        return PackedCodes(data, outputs, weight.inputs, bits)
+
+    def _quantised_product(self, x: torch.Tensor, weight: PackedCodes, bias: torch.Tensor | None) -> torch.Tensor:
+        rows, groups = len(x), -(-weight.inputs // GROUP)
+        out = torch.empty((rows, weight.outputs))
+        codes = torch.empty((rows, groups * GROUP), dtype=torch.int8)
+        scales, sums = torch.empty((rows, groups)), torch.empty((rows, groups), dtype=torch.int32)
+        self.library.baton_product_quantised(
+            self.pool,
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            weight.inputs,
+            weight.data.data_ptr(),
+            weight.bits,
+            None if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            weight.outputs,
+            codes.data_ptr(),
+            scales.data_ptr(),
+            sums.data_ptr(),
+        )
+        return out
+
+    def _product(self, x: torch.Tensor, weight: PackedWeight | PackedCodes, bias: torch.Tensor | None) -> torch.Tensor:
         if x.stride(-1) != 1:
             x = x.contiguous()
+        if isinstance(weight, PackedCodes):
+            return self._quantised_product(x, weight, bias)
         out = torch.empty((len(x), weight.outputs))
         self.library.baton_product(
             self.pool,

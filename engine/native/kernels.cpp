@@ -96,10 +96,10 @@ class Pool {
 
 // Numbers ---------------------------------------------------------------------------------------------------------
 
-// exp, to about one unit in the last place; exactly 0 below -87.
+// exp, to about one unit in the last place; exactly 0 below -87, infinite from 89 on.
 inline f32x16 exp16(f32x16 x) {
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(88.0f));
+  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(89.0f));
   const f32x16 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   f32x16 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -177,8 +177,8 @@ inline __attribute__((always_inline)) void multiply_tile(const float* x, int64_t
 template <class W>
 void multiply_rows(int64_t rows, const float* x, int64_t x_step, const W* panel, int64_t depth, float* sums,
                    int64_t sums_step, bool go_on) {
-  while (rows > 0) {
-    const int64_t some = rows >= ROWS ? ROWS : rows;
+  for (int64_t tiles = (rows + ROWS - 1) / ROWS; tiles > 0; --tiles) {
+    const int64_t some = (rows + tiles - 1) / tiles;  // of like size: a small tile has too few sums to keep busy
     switch (some) {
 #define CASE(R) \
   case R:       \
@@ -221,20 +221,184 @@ void product_panels(const float* x, int64_t x_step, int64_t rows, int64_t inputs
   }
 }
 
-template <class W>
-void product(Pool& pool, const float* x, int64_t x_step, int64_t rows, int64_t inputs, const W* packed,
-             const float* bias, float* out, int64_t outputs) {
-  const int64_t panels = (outputs + PANEL - 1) / PANEL;
+// Calls work(row, rows, first panel, last panel) for all of a product, in pieces of like work: a few for each thread
+// where there is enough of it. Panels of one piece lie side by side.
+template <class Work>
+void over_panels(Pool& pool, int64_t rows, int64_t panels, const Work& work) {
   const int64_t blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK;
-  // Pieces of like work, a few for each thread where there is enough of it; panels of one piece lie side by side.
+  if (blocks == 0) return;
   const int64_t wanted = pool.size() == 1 ? 1 : pool.size() * (rows > ROWS ? 4 : 1);
   const int64_t cuts = std::min<int64_t>(panels, std::max<int64_t>(1, wanted / blocks));
   pool.run(blocks * cuts, [&](int64_t piece) {
     const int64_t block = piece / cuts, cut = piece % cuts, row = block * ROW_BLOCK;
-    product_panels(x + row * x_step, x_step, std::min(ROW_BLOCK, rows - row), inputs, packed, panels * cut / cuts,
-                   panels * (cut + 1) / cuts, bias, out + row * outputs, outputs);
+    work(row, std::min(ROW_BLOCK, rows - row), panels * cut / cuts, panels * (cut + 1) / cuts);
   });
 }
+
+template <class W>
+void product(Pool& pool, const float* x, int64_t x_step, int64_t rows, int64_t inputs, const W* packed,
+             const float* bias, float* out, int64_t outputs) {
+  const int64_t panels = (outputs + PANEL - 1) / PANEL;
+  over_panels(pool, rows, panels, [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+    product_panels(x + row * x_step, x_step, count, inputs, packed, first, last, bias, out + row * outputs, outputs);
+  });
+}
+
+// Rows by rows ----------------------------------------------------------------------------------------------------
+
+constexpr int64_t ROWS_OF_A_PIECE = 16;
+
+template <class Row>
+void by_rows(Pool& pool, int64_t rows, const Row& row) {
+  const int64_t pieces = (rows + ROWS_OF_A_PIECE - 1) / ROWS_OF_A_PIECE;
+  pool.run(pieces, [&](int64_t piece) {
+    const int64_t last = std::min(rows, (piece + 1) * ROWS_OF_A_PIECE);
+    for (int64_t i = piece * ROWS_OF_A_PIECE; i < last; ++i) row(i);
+  });
+}
+
+inline __mmask16 left(int64_t count) { return count >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define BATON_QUANTISED 1
+
+// Products of quantised weights -------------------------------------------------------------------------------------
+
+// GROUP neighbouring inputs of an output share a scale d (and, with 4 bits, a minimum m): a weight is d * (code - 128)
+// with 8 bits, d * code + m with 4. Activations are rounded to 8 bits when they are multiplied, each group of a row with
+// a scale of its own. Sums within a group are of integers, and exact; groups are added up in order.
+//
+// Packed: [panel][group] of codes, then PANEL scales, then PANEL minima, in half precision. Codes are
+// [4 inputs][PANEL][4], two such steps in the halves of one byte with 4 bits.
+
+constexpr int64_t GROUP = 32;
+constexpr int STEP = 4;  // inputs that one instruction multiplies
+constexpr int QUANTISED_ROWS = 6;
+
+constexpr int64_t group_bytes(int64_t bits) { return bits == 8 ? PANEL * GROUP + PANEL * 2 : PANEL * GROUP / 2 + PANEL * 4; }
+inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
+
+// Activations of some rows: codes [row][groups * GROUP], scales and sums of codes [row][groups].
+struct Quantised {
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+  int64_t groups;
+};
+
+void quantise_row(const float* x, int64_t inputs, const Quantised& to, int64_t row) {
+  for (int64_t group = 0; group < to.groups; ++group) {
+    const int64_t begin = group * GROUP, count = inputs - begin;
+    const f32x16 low = _mm512_maskz_loadu_ps(left(count), x + begin);
+    const f32x16 high = count > LANES ? _mm512_maskz_loadu_ps(left(count - LANES), x + begin + LANES) : _mm512_setzero_ps();
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    const f32x16 factor = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
+    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, factor)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, factor));
+    int8_t* codes = to.codes + (row * to.groups + group) * GROUP;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(a));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + LANES), _mm512_cvtepi32_epi8(b));
+    to.scales[row * to.groups + group] = largest / 127.0f;
+    to.sums[row * to.groups + group] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+  }
+}
+
+inline f32x16 half16(const uint8_t* from) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+// out[R][width] = x[R] * panel + bias; ``width`` outputs of the panel are wanted.
+template <int R, int BITS>
+inline __attribute__((always_inline)) void multiply_groups(const Quantised& x, int64_t row, const uint8_t* panel,
+                                                           int64_t width, const float* bias, float* out,
+                                                           int64_t out_step) {
+  f32x16 sums[R][2];
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+  for (int64_t group = 0; group < x.groups; ++group, panel += group_bytes(BITS)) {
+    const int64_t first = row * x.groups + group;
+    __m512i whole[R][2];
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      whole[r][0] = whole[r][1] = _mm512_set1_epi32(BITS == 8 ? -128 * x.sums[first + r * x.groups] : 0);
+    }
+    const int8_t* codes = x.codes + first * GROUP;
+    const auto add = [&](int step, __m512i w0, __m512i w1) __attribute__((always_inline)) {
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        int32_t four;
+        std::memcpy(&four, codes + r * x.groups * GROUP + step * STEP, 4);
+        const __m512i value = _mm512_set1_epi32(four);
+        whole[r][0] = _mm512_dpbusd_epi32(whole[r][0], w0, value);
+        whole[r][1] = _mm512_dpbusd_epi32(whole[r][1], w1, value);
+      }
+    };
+    if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+      for (int step = 0; step < 8; ++step) {
+        add(step, _mm512_loadu_si512(panel + step * 128), _mm512_loadu_si512(panel + step * 128 + 64));
+      }
+    } else {
+      const __m512i low = _mm512_set1_epi8(15);
+#pragma GCC unroll 4
+      for (int pair = 0; pair < 4; ++pair) {
+        const __m512i w0 = _mm512_loadu_si512(panel + pair * 128), w1 = _mm512_loadu_si512(panel + pair * 128 + 64);
+        add(2 * pair, _mm512_and_si512(w0, low), _mm512_and_si512(w1, low));
+        add(2 * pair + 1, _mm512_and_si512(_mm512_srli_epi16(w0, 4), low), _mm512_and_si512(_mm512_srli_epi16(w1, 4), low));
+      }
+    }
+    const uint8_t* scales = panel + PANEL * GROUP * BITS / 8;
+    for (int half = 0; half < 2; ++half) {
+      const f32x16 scale = half16(scales + half * 32);
+      const f32x16 minimum = BITS == 4 ? half16(scales + 64 + half * 32) : _mm512_setzero_ps();
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const float of_row = x.scales[first + r * x.groups];
+        f32x16 part = _mm512_mul_ps(_mm512_cvtepi32_ps(whole[r][half]), scale);
+        if (BITS == 4) {
+          part = _mm512_fmadd_ps(minimum, _mm512_set1_ps(static_cast<float>(x.sums[first + r * x.groups])), part);
+        }
+        sums[r][half] = _mm512_fmadd_ps(part, _mm512_set1_ps(of_row), sums[r][half]);
+      }
+    }
+  }
+  for (int half = 0; half < 2; ++half) {
+    const __mmask16 mask = width > half * LANES ? left(width - half * LANES) : 0;
+    const f32x16 added = bias ? _mm512_maskz_loadu_ps(mask, bias + half * LANES) : _mm512_setzero_ps();
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      _mm512_mask_storeu_ps(out + r * out_step + half * LANES, mask, _mm512_add_ps(sums[r][half], added));
+    }
+  }
+}
+
+template <int BITS>
+void product_groups(Pool& pool, int64_t rows, const Quantised& x, const uint8_t* packed, const float* bias, float* out,
+                    int64_t outputs) {
+  over_panels(pool, rows, (outputs + PANEL - 1) / PANEL, [&](int64_t row, int64_t count, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; ++panel) {
+      const uint8_t* weights = packed + panel * x.groups * group_bytes(BITS);
+      const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, outputs - column);
+      const float* added = bias ? bias + column : nullptr;
+      int64_t at = row, left_over = count;
+      for (int64_t tiles = (count + QUANTISED_ROWS - 1) / QUANTISED_ROWS; tiles > 0; --tiles) {
+        const int64_t some = (left_over + tiles - 1) / tiles;
+        float* to = out + at * outputs + column;
+        switch (some) {
+#define CASE(R) \
+  case R:       \
+    multiply_groups<R, BITS>(x, at, weights, width, added, to, outputs); \
+    break;
+          CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#undef CASE
+        }
+        at += some;
+        left_over -= some;
+      }
+    }
+  });
+}
+
+#endif  // quantised weights
 
 // Attention -------------------------------------------------------------------------------------------------------
 
@@ -437,19 +601,6 @@ void attend(Pool& threads, const Shape& shape, const Span* spans, int64_t num_sp
 
 // Rows ------------------------------------------------------------------------------------------------------------
 
-constexpr int64_t ROWS_OF_A_PIECE = 16;
-
-template <class Row>
-void by_rows(Pool& pool, int64_t rows, const Row& row) {
-  const int64_t pieces = (rows + ROWS_OF_A_PIECE - 1) / ROWS_OF_A_PIECE;
-  pool.run(pieces, [&](int64_t piece) {
-    const int64_t last = std::min(rows, (piece + 1) * ROWS_OF_A_PIECE);
-    for (int64_t i = piece * ROWS_OF_A_PIECE; i < last; ++i) row(i);
-  });
-}
-
-inline __mmask16 left(int64_t count) { return count >= LANES ? 0xFFFF : static_cast<__mmask16>((1u << count) - 1); }
-
 template <class T>
 void write_rows(Pool& pool, int64_t rows, int64_t width, const float* from, int64_t from_step, const int64_t* places,
                 T* to) {
@@ -470,7 +621,7 @@ void write_rows(Pool& pool, int64_t rows, int64_t width, const float* from, int6
 extern "C" {
 
 // For whoever loads this file: changes with what the functions mean.
-int64_t baton_version() { return 1; }
+int64_t baton_version() { return 2; }
 
 void* baton_pool(int64_t threads) { return new Pool(static_cast<int>(threads)); }
 void baton_pool_free(void* pool) { delete static_cast<Pool*>(pool); }
@@ -499,6 +650,47 @@ void baton_product(void* pool, const float* x, int64_t x_step, int64_t rows, int
   if (bits == 16) product(threads, x, x_step, rows, inputs, static_cast<const uint16_t*>(packed), bias, out, outputs);
   else product(threads, x, x_step, rows, inputs, static_cast<const float*>(packed), bias, out, outputs);
 }
+
+#ifdef BATON_QUANTISED
+int64_t baton_quantised_bytes(int64_t outputs, int64_t inputs, int64_t bits) {
+  return (outputs + PANEL - 1) / PANEL * groups_of(inputs) * group_bytes(bits);
+}
+
+// Codes [outputs][groups * GROUP], one in a byte, and scales and minima (null with 8 bits) [outputs][groups] in half
+// precision → packed, of baton_quantised_bytes bytes.
+void baton_pack_codes(const uint8_t* codes, const uint16_t* scales, const uint16_t* minima, int64_t outputs,
+                      int64_t groups, int64_t bits, uint8_t* packed) {
+  const int64_t size = group_bytes(bits), panels = (outputs + PANEL - 1) / PANEL;
+  std::memset(packed, 0, panels * groups * size);
+  for (int64_t n = 0; n < outputs; ++n) {
+    for (int64_t group = 0; group < groups; ++group) {
+      uint8_t* to = packed + (n / PANEL * groups + group) * size;
+      const uint8_t* from = codes + (n * groups + group) * GROUP;
+      const int64_t lane = n % PANEL;
+      for (int64_t k = 0; k < GROUP; ++k) {
+        const int64_t step = k / STEP;
+        if (bits == 8) to[(step * PANEL + lane) * STEP + k % STEP] = from[k];
+        else to[(step / 2 * PANEL + lane) * STEP + k % STEP] |= static_cast<uint8_t>(from[k] << step % 2 * 4);
+      }
+      auto* halves = reinterpret_cast<uint16_t*>(to + PANEL * GROUP * bits / 8);
+      halves[lane] = scales[n * groups + group];
+      if (bits == 4) halves[PANEL + lane] = minima[n * groups + group];
+    }
+  }
+}
+
+// As baton_product, for a quantised weight. ``codes`` [rows][groups * GROUP], ``scales`` and ``sums`` [rows][groups] are
+// room for the activations.
+void baton_product_quantised(void* pool, const float* x, int64_t x_step, int64_t rows, int64_t inputs,
+                             const uint8_t* packed, int64_t bits, const float* bias, float* out, int64_t outputs,
+                             int8_t* codes, float* scales, int32_t* sums) {
+  auto& threads = *static_cast<Pool*>(pool);
+  const Quantised small{codes, scales, sums, groups_of(inputs)};
+  by_rows(threads, rows, [&](int64_t r) { quantise_row(x + r * x_step, inputs, small, r); });
+  if (bits == 8) product_groups<8>(threads, rows, small, packed, bias, out, outputs);
+  else product_groups<4>(threads, rows, small, packed, bias, out, outputs);
+}
+#endif
 
 // out = x / sqrt(mean(x^2) + eps) * weight, each row of ``width``; the rows of x lie x_step apart.
 void baton_rms_norm(void* pool, const float* x, int64_t x_step, int64_t rows, int64_t width, const float* weight,

@@ -265,7 +265,7 @@ def test_ctrl_c_ends_everything(quad: Served) -> None:
 def test_nothing_outlives_a_killed_serve(serve: Callable[..., Served]) -> None:
     served = serve().ready()
     footprint = served.footprint()
-    reading = Reading(served.fleet, LONG)
+    reading = Reading(served.fleet, Prompt(LONG.token_ids, 2000))  # not over before Ray hears of the kill
     reading.wait_for_tokens(3)
     served.process.kill()
     served.process.wait()

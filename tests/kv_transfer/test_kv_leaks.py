@@ -203,7 +203,7 @@ async def test_r21_stale_writers_never_touch_reused_blocks(transport: str) -> No
         await asyncio.gather(client(), client(), client())
         await until(lambda: prefill.at_baseline and decode.at_baseline)
         assert given_up > 200
-        assert len(decode.joined) > 80
+        assert len(decode.joined) > 60
         for name in decode.joined:
             decode.check(name)
         assert (decode.pool.data == FREE).all(), "something wrote into blocks that it had lost"
