@@ -199,8 +199,11 @@ class Config(_Section):
     @model_validator(mode="after")
     def _consistent(self) -> Config:
         Failpoints(self.failpoints)
-        if self.engine.batch_invariant and self.model.dtype not in ("auto", "float32"):
-            raise ValueError(f"engine.batch_invariant needs model.dtype float32, it is {self.model.dtype}")
+        invariant_torch = self.engine.batch_invariant and self.engine.kernels == "torch"
+        if invariant_torch and self.model.dtype not in ("auto", "float32"):
+            raise ValueError(
+                f"engine.batch_invariant with torch's kernels needs model.dtype float32, it is {self.model.dtype}"
+            )
         if self.mode == "colocated":
             if self.decode.workers < 1 and not self.decode.addresses:
                 raise ValueError("mode colocated needs decode.workers >= 1, it is 0")

@@ -45,7 +45,7 @@ def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
     heads = _positive(config, "num_attention_heads")
     hidden = _positive(config, "hidden_size")
     num_layers = _positive(config, "num_hidden_layers")
-    latent = _latent(config, family) if family.latent else None
+    latent = _latent(config) if family.latent else None
     if latent is not None:
         head_dim = latent.rank + latent.rope_dim
         rope, local_rope = _ropes(config, latent.rope_dim)
@@ -79,7 +79,7 @@ def parse_hf_config(config: Mapping[str, Any], generation: Mapping[str, Any]) ->
             windows=_windows(config, family, num_layers),
             activation=_activation(config),
             attention_scale=scale,
-            attention_softcap=float(config.get("attn_logit_softcapping") or 0.0) if family.name == "gemma2" else 0.0,
+            attention_softcap=float(config.get("attn_logit_softcapping") or 0.0),
             logit_softcap=float(config.get("final_logit_softcapping") or 0.0),
             experts=_experts(config, family, num_layers),
             latent=latent,
@@ -150,7 +150,7 @@ def _check_unquantised(config: Mapping[str, Any]) -> None:
         raise ConfigError(f"model config: quantization_config {method!r} is not supported, only unquantised weights")
 
 
-def _latent(config: Mapping[str, Any], family: Family) -> Latent:
+def _latent(config: Mapping[str, Any]) -> Latent:
     return Latent(
         rank=_positive(config, "kv_lora_rank"),
         query_rank=int(config.get("q_lora_rank") or 0),

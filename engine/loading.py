@@ -19,7 +19,7 @@ from engine.kv_cache import KVCache, pool_blocks
 from engine.model_config import ModelArchitecture
 from engine.models.decoder import Decoder
 from engine.models.foreign import TransformersModel, probe
-from engine.native import NativeError, native_kernels, suits
+from engine.native import NativeError, check_suits, native_kernels
 from engine.numerics import check_batch_invariance
 from engine.rope import uses_long_factors
 from engine.weights import open_weights
@@ -139,14 +139,15 @@ def _kernels(
 ) -> Kernels:
     """Those that the configuration asks for, or the best that there are here. Raises ConfigError."""
     if config.kernels != "torch" and device.type == "cpu":
-        reason = f"heads of {architecture.head_dim} components in {dtype} are not for native kernels"
-        if suits(architecture.head_dim, dtype):
-            try:
-                return native_kernels(threads, config.quantization)
-            except NativeError as error:
-                reason = f"no native kernels: {error}"
+        try:
+            check_suits(architecture.head_dim, dtype)
+            return native_kernels(threads, config.quantization)
+        except NativeError as error:
+            reason = f"no native kernels: {error}"
         if config.kernels == "native":
             raise ConfigError(f"engine.kernels is native, and {reason}")
+        if config.quantization != "none":
+            raise ConfigError(f"engine.quantization {config.quantization} needs native kernels, and {reason}")
         tell(f"{reason}; torch's are used, which are slower")
     elif config.kernels == "native":
         raise ConfigError(f"engine.kernels native is for the CPU, the device is {device}")

@@ -37,8 +37,9 @@ class Decoder:
         self._kernels = kernels
         self._shape = AttentionShape(a.num_kv_heads, a.attention_scale, a.windows, a.attention_softcap)
         self._logit_softcap = a.logit_softcap
-        quantised = weights.quantised("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
-        self._embedding = weights.take("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        embedding = ("model.embed_tokens.weight", a.vocab_size, a.hidden_size)
+        quantised = weights.quantised(*embedding) if a.tied_head else None
+        self._embedding = weights.take(*embedding)
         self._embedding_scale: torch.Tensor | None = None
         if family.scaled_embedding:
             self._embedding_scale = torch.tensor(a.hidden_size**0.5).to(self._embedding)
@@ -48,12 +49,11 @@ class Decoder:
         self._layers = [_DecoderLayer(a, family, weights, layer, kernels) for layer in range(a.num_layers)]
         self._norm = RMSNorm(weights, "model.norm", a.hidden_size, a.rms_eps, kernels, centred=family.centred)
         weights.discard_layers(a.num_layers, a.extra_layers)
-        head = quantised or self._embedding
         if a.tied_head:
             weights.discard("lm_head.weight")
+            self._head = kernels.pack_head(self._embedding if quantised is None else quantised)
         else:
-            head = weights.take_product("lm_head.weight", a.vocab_size, a.hidden_size)
-        self._head = kernels.pack_head(head)
+            self._head = kernels.pack_head(weights.take_product("lm_head.weight", a.vocab_size, a.hidden_size))
 
     def forward(self, batch: StepBatch, cache: KVCache, written: LayerWritten | None = None) -> torch.Tensor:
         """Logits [R, V] in float32 of the batch's ``logit_rows``.

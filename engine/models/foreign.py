@@ -15,7 +15,7 @@ Legend: N rows, R rows whose logits are wanted, Hq and H query and key/value hea
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -109,24 +109,12 @@ def _attend(
 def probe(folder: Path, architecture: ModelArchitecture) -> ModelArchitecture:
     """``architecture`` with what its layers' attention is really like. Raises ConfigError for what ours cannot do."""
     transformers = _transformers()
-    recorder = _Recorder()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
-        with torch.device("meta"), _attended(recorder):
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=_IMPLEMENTATION)
-            _run(_without_padding(model), torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.arange(1))
+        layers = _asked_for(transformers, folder, architecture.num_layers)
     except Exception as error:  # the top of what transformers may raise
         reason = error.message if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{config_name(folder)} cannot be run by way of transformers: {reason}") from error
-    layers = [recorder.layers[layer] for layer in sorted(recorder.layers)]
-    if sorted(recorder.layers) != list(range(architecture.num_layers)):
-        raise ConfigError(
-            f"{config_name(folder)} cannot be run by way of transformers: {len(layers)} of its "
-            f"{architecture.num_layers} layers use the attention interface"
-        )
+        raise ConfigError(f"the model at {folder} cannot be run by way of transformers: {reason}") from error
     first = layers[0]
-    if any(dataclasses.replace(layer, window=first.window) != first for layer in layers):
-        raise ConfigError(f"{config_name(folder)} cannot be run: its layers' attention differs in more than windows")
     return dataclasses.replace(
         architecture,
         num_kv_heads=first.num_kv_heads,
@@ -135,6 +123,38 @@ def probe(folder: Path, architecture: ModelArchitecture) -> ModelArchitecture:
         attention_softcap=first.softcap,
         windows=tuple(layer.window for layer in layers),
     )
+
+
+def _asked_for(transformers: Any, folder: Path, num_layers: int) -> list[_LayerAttention]:
+    """What each layer asks of attention; alike but for windows. Raises ConfigError, and what transformers raises."""
+    recorder = _Recorder()
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"), _attended(recorder):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=_IMPLEMENTATION)
+        _run(_without_padding(model), torch.zeros(3, dtype=torch.int64), torch.arange(3), torch.arange(1))
+    layers = [recorder.layers[layer] for layer in sorted(recorder.layers)]
+    if sorted(recorder.layers) != list(range(num_layers)):
+        raise ConfigError(f"{len(layers)} of its {num_layers} layers use the attention interface")
+    if any(dataclasses.replace(layer, window=layers[0].window) != layers[0] for layer in layers):
+        raise ConfigError("its layers' attention differs in more than windows")
+    if hidden := _hidden_by_masks(config, layers):
+        raise ConfigError(f"{hidden}, which is not supported")
+    return layers
+
+
+def _hidden_by_masks(config: Any, layers: Sequence[_LayerAttention]) -> str:
+    """What of its attention a model leaves to masks, of which ours hears nothing: then its layers must not be taken
+    for ones that see everything. Empty if there is nothing.
+    """
+    for name in ("attention_chunk_size", "alibi", "use_bidirectional_attention"):
+        if getattr(config, name, None):
+            return f"its config has {name}"
+    window = getattr(config, "sliding_window", None) or 0
+    windows = {"full_attention": 0, "sliding_attention": window}
+    for number, (kind, layer) in enumerate(zip(getattr(config, "layer_types", None) or (), layers, strict=False)):
+        if windows.get(kind) != layer.window:
+            return f"layer {number} has {kind}, and asks for a window of {layer.window or 'everything'}"
+    return ""
 
 
 class TransformersModel:
@@ -174,10 +194,6 @@ def _run(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, logit_row
     if len(logits) != len(logit_rows):
         raise ConfigError(f"it gives {len(logits)} rows of logits where {len(logit_rows)} are wanted")
     return logits
-
-
-def config_name(folder: Path) -> str:
-    return f"the model at {folder}"
 
 
 def _transformers() -> Any:

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from engine.kernels import Kernels
 from engine.kv_cache import KVCache
 from engine.quantised import GROUP, QuantisedWeight, rounded
 
-VERSION = 2
+VERSION = 3
 """What `baton_version` of the source that belongs to this module says."""
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
@@ -69,9 +70,10 @@ def native_kernels(threads: int, quantization: str = "none") -> Kernels:
     """The kernels, with so many compute threads of their own. ``quantization`` of the weights that they pack: as in the
     configuration. Raises NativeError.
     """
-    native = _Native(_library(), threads)
-    if quantization != "none" and not native.can_quantise:
+    library = _library()
+    if quantization != "none" and not _can_quantise(library):
         raise NativeError("this CPU has no AVX-512 VNNI, which quantised weights need")
+    native = _Native(library, threads)
     if quantization == "none":
         return native.kernels(native.pack, native.pack)
     # Logits feel what their weights lose most.
@@ -79,9 +81,16 @@ def native_kernels(threads: int, quantization: str = "none") -> Kernels:
     return native.kernels(small, partial(native.pack_quantised, bits=8))
 
 
-def suits(head_dim: int, dtype: str) -> bool:
-    """Whether a model with such heads can be computed by these kernels."""
-    return head_dim % 16 == 0 and dtype in ("float32", "bfloat16")
+def check_suits(head_dim: int, dtype: str) -> None:
+    """Raises NativeError where a model with such heads cannot be computed by these kernels."""
+    if head_dim % 16 or dtype not in ("float32", "bfloat16"):
+        raise NativeError(
+            f"they take heads of a multiple of 16 components in float32 or bfloat16, these have {head_dim} in {dtype}"
+        )
+
+
+def _can_quantise(library: ctypes.CDLL) -> bool:
+    return hasattr(library, "baton_product_quantised")
 
 
 def _library() -> ctypes.CDLL:
@@ -164,6 +173,7 @@ class _Native:
         integer, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
         signatures: dict[str, tuple[object, Iterable[object]]] = {
             "pool": (place, (integer,)),
+            "pool_free": (None, (place,)),
             "packed_size": (integer, (integer, integer)),
             "pack": (None, (place, integer, integer, place, integer)),
             "product": (None, (place, place, *[integer] * 3, place, integer, place, place, integer)),
@@ -173,8 +183,7 @@ class _Native:
             "write": (None, (place, place, *[integer] * 3, place, place, integer)),
             "attend": (None, (place, place, integer, place, place, *[integer] * 7, real, real, place, place)),
         }
-        self.can_quantise = hasattr(library, "baton_product_quantised")
-        if self.can_quantise:
+        if _can_quantise(library):
             signatures["quantised_bytes"] = (integer, (integer, integer, integer))
             signatures["pack_codes"] = (None, (place, place, place, integer, integer, integer, place))
             signatures["product_quantised"] = (
@@ -184,7 +193,9 @@ class _Native:
             function = getattr(library, f"baton_{name}")
             function.restype, function.argtypes = result, list(arguments)
         self.library = library
-        self.pool = library.baton_pool(threads)  # for the life of the process, like the thread that calls it
+        self.pool = library.baton_pool(threads)
+        freed = weakref.finalize(self, library.baton_pool_free, self.pool)
+        freed.atexit = False  # a step may be under way when the process ends
 
     def kernels(
         self,

@@ -2,20 +2,18 @@
 //
 // Activations are float32, weights and KV float32 or bfloat16 (rounded once, when they are packed or written), sums
 // are float32. Every function gives a row the same bits whatever other rows there are and however many threads work:
-// along a row's sums the order of the terms is fixed, and rows are only ever split, never joined. No function allocates
-// after its thread's first call.
+// along a row's sums the order of the terms is fixed, and rows are only ever split, never joined.
 //
 // Legend: M rows, N outputs, K inputs; S sequences, Hq and H query and key/value heads, G = Hq / H, D head_dim.
 
 #include <immintrin.h>
 
 #include <algorithm>
-#include <cmath>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <memory>
 #include <thread>
 #include <vector>
 
@@ -34,7 +32,8 @@ constexpr float LOWEST = -1e30f;  // less than any score, and finite
 
 // Threads ---------------------------------------------------------------------------------------------------------
 
-// A few threads that spin for some microseconds after a piece of work, because the next one follows soon, and then sleep.
+// A few threads that spin for some microseconds after a piece of work, because the next one follows soon, and then
+// sleep.
 class Pool {
  public:
   explicit Pool(int size) {
@@ -96,10 +95,11 @@ class Pool {
 
 // Numbers ---------------------------------------------------------------------------------------------------------
 
-// exp, to about one unit in the last place; exactly 0 below -87, infinite from 89 on.
+// exp, to about one unit in the last place; exactly 0 below -87, infinite from 89 on. What is no number stays none: of
+// two values the instructions for the larger and the smaller give the second if one is.
 inline f32x16 exp16(f32x16 x) {
   const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87.0f)), _mm512_set1_ps(89.0f));
+  x = _mm512_min_ps(_mm512_set1_ps(89.0f), _mm512_max_ps(_mm512_set1_ps(-87.0f), x));
   const f32x16 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   f32x16 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
@@ -265,8 +265,8 @@ inline __mmask16 left(int64_t count) { return count >= LANES ? 0xFFFF : static_c
 // Products of quantised weights -------------------------------------------------------------------------------------
 
 // GROUP neighbouring inputs of an output share a scale d (and, with 4 bits, a minimum m): a weight is d * (code - 128)
-// with 8 bits, d * code + m with 4. Activations are rounded to 8 bits when they are multiplied, each group of a row with
-// a scale of its own. Sums within a group are of integers, and exact; groups are added up in order.
+// with 8 bits, d * code + m with 4. Activations are rounded to 8 bits when they are multiplied, each group of a row
+// with a scale of its own. Sums within a group are of integers, and exact; groups are added up in order.
 //
 // Packed: [panel][group] of codes, then PANEL scales, then PANEL minima, in half precision. Codes are
 // [4 inputs][PANEL][4], two such steps in the halves of one byte with 4 bits.
@@ -275,7 +275,7 @@ constexpr int64_t GROUP = 32;
 constexpr int STEP = 4;  // inputs that one instruction multiplies
 constexpr int QUANTISED_ROWS = 6;
 
-constexpr int64_t group_bytes(int64_t bits) { return bits == 8 ? PANEL * GROUP + PANEL * 2 : PANEL * GROUP / 2 + PANEL * 4; }
+constexpr int64_t group_bytes(int64_t bits) { return PANEL * GROUP * bits / 8 + PANEL * (bits == 8 ? 2 : 4); }
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
 
 // Activations of some rows: codes [row][groups * GROUP], scales and sums of codes [row][groups].
@@ -290,14 +290,18 @@ void quantise_row(const float* x, int64_t inputs, const Quantised& to, int64_t r
   for (int64_t group = 0; group < to.groups; ++group) {
     const int64_t begin = group * GROUP, count = inputs - begin;
     const f32x16 low = _mm512_maskz_loadu_ps(left(count), x + begin);
-    const f32x16 high = count > LANES ? _mm512_maskz_loadu_ps(left(count - LANES), x + begin + LANES) : _mm512_setzero_ps();
+    const __mmask16 behind = count > LANES ? left(count - LANES) : 0;
+    const f32x16 high = _mm512_maskz_loadu_ps(behind, x + begin + LANES);
     const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
     const f32x16 factor = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
-    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, factor)), b = _mm512_cvtps_epi32(_mm512_mul_ps(high, factor));
+    const __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(low, factor));
+    const __m512i b = _mm512_cvtps_epi32(_mm512_mul_ps(high, factor));
     int8_t* codes = to.codes + (row * to.groups + group) * GROUP;
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(a));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + LANES), _mm512_cvtepi32_epi8(b));
-    to.scales[row * to.groups + group] = largest / 127.0f;
+    // What is no number has no code: its group's scale is none either, and so is what comes of it.
+    const bool numbers = !_mm512_cmp_ps_mask(low, low, _CMP_UNORD_Q) && !_mm512_cmp_ps_mask(high, high, _CMP_UNORD_Q);
+    to.scales[row * to.groups + group] = numbers && largest < INFINITY ? largest / 127.0f : NAN;
     to.sums[row * to.groups + group] = _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
   }
 }
@@ -343,7 +347,8 @@ inline __attribute__((always_inline)) void multiply_groups(const Quantised& x, i
       for (int pair = 0; pair < 4; ++pair) {
         const __m512i w0 = _mm512_loadu_si512(panel + pair * 128), w1 = _mm512_loadu_si512(panel + pair * 128 + 64);
         add(2 * pair, _mm512_and_si512(w0, low), _mm512_and_si512(w1, low));
-        add(2 * pair + 1, _mm512_and_si512(_mm512_srli_epi16(w0, 4), low), _mm512_and_si512(_mm512_srli_epi16(w1, 4), low));
+        add(2 * pair + 1, _mm512_and_si512(_mm512_srli_epi16(w0, 4), low),
+            _mm512_and_si512(_mm512_srli_epi16(w1, 4), low));
       }
     }
     const uint8_t* scales = panel + PANEL * GROUP * BITS / 8;
@@ -402,9 +407,9 @@ void product_groups(Pool& pool, int64_t rows, const Quantised& x, const uint8_t*
 
 // Attention -------------------------------------------------------------------------------------------------------
 
-// One sequence's rows. It sees keys and values in ``num_blocks`` blocks of the pool.
+// One sequence's rows, which see keys and values in ``blocks`` of the pool.
 struct Span {
-  int64_t first, count, start, num_blocks;
+  int64_t first, count, start;
   const int64_t* blocks;
 };
 
@@ -527,7 +532,8 @@ void attend_tile(const Shape& shape, const Span& span, const T* pool, int64_t he
     }
     const int64_t to_values = shape.halves == 2 ? half : 0;
     for (int64_t j = 0; j < keys; ++j) {
-      for (int64_t d = 0; d < dim; d += LANES) store16(s.values.data() + j * step + d, load16(places[j] + to_values + d));
+      float* to = s.values.data() + j * step;
+      for (int64_t d = 0; d < dim; d += LANES) store16(to + d, load16(places[j] + to_values + d));
     }
     multiply_rows(rows, s.queries.data(), dim, s.keys.data(), dim, s.scores.data(), KEYS, false);
     for (int64_t r = 0; r < rows; ++r) {
@@ -621,7 +627,7 @@ void write_rows(Pool& pool, int64_t rows, int64_t width, const float* from, int6
 extern "C" {
 
 // For whoever loads this file: changes with what the functions mean.
-int64_t baton_version() { return 2; }
+int64_t baton_version() { return 3; }
 
 void* baton_pool(int64_t threads) { return new Pool(static_cast<int>(threads)); }
 void baton_pool_free(void* pool) { delete static_cast<Pool*>(pool); }
@@ -679,8 +685,8 @@ void baton_pack_codes(const uint8_t* codes, const uint16_t* scales, const uint16
   }
 }
 
-// As baton_product, for a quantised weight. ``codes`` [rows][groups * GROUP], ``scales`` and ``sums`` [rows][groups] are
-// room for the activations.
+// As baton_product, for a quantised weight. ``codes`` [rows][groups * GROUP], ``scales`` and ``sums`` [rows][groups]
+// are room for the activations.
 void baton_product_quantised(void* pool, const float* x, int64_t x_step, int64_t rows, int64_t inputs,
                              const uint8_t* packed, int64_t bits, const float* bias, float* out, int64_t outputs,
                              int8_t* codes, float* scales, int32_t* sums) {
@@ -732,7 +738,7 @@ void baton_gated(void* pool, const float* both, int64_t rows, int64_t width, int
   });
 }
 
-// Turns the first 2 * half components of each of ``heads`` heads of x (rows x_step apart) into out (rows out_step apart).
+// Turns the first 2 * half components of each of ``heads`` heads of x (rows x_step apart); out [rows][heads][dim].
 void baton_rotate(void* pool, const float* x, int64_t x_step, int64_t rows, int64_t heads, int64_t dim,
                   const float* cosines, const float* sines, int64_t half, float* out) {
   by_rows(*static_cast<Pool*>(pool), rows, [&](int64_t r) {
@@ -770,7 +776,7 @@ void baton_attend(void* pool, const int64_t* spans, int64_t num_spans, const int
   all.clear();
   for (int64_t i = 0; i < num_spans; ++i) {
     const int64_t* span = spans + i * 4;
-    all.push_back({span[0], span[1], span[2], 0, blocks + span[3]});
+    all.push_back({span[0], span[1], span[2], blocks + span[3]});
   }
   auto& threads = *static_cast<Pool*>(pool);
   if (bits == 16) attend(threads, shape, all.data(), num_spans, static_cast<const uint16_t*>(cache), q, out);

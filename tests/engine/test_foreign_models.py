@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from common.errors import ConfigError
 from engine.hf_config import parse_hf_config
+from engine.models import foreign
 from tests.engine.model_driver import Driver, hf_logits, load, random_tokens
 
 COMMON = {"vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3}
@@ -89,6 +91,24 @@ def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
 def test_attention_that_is_not_ours_is_refused(kind: str, settings: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         load(build(tmp_path, kind, settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"attention_chunk_size": 8192}, "its config has attention_chunk_size"),
+        ({"layer_types": ["chunked_attention"]}, "layer 0 has chunked_attention, and asks for a window of everything"),
+        (
+            {"layer_types": ["sliding_attention"], "sliding_window": 8},
+            "layer 0 has sliding_attention, and asks for a window of everything",
+        ),
+        ({"layer_types": ["full_attention"], "sliding_window": 8}, ""),
+        ({"sliding_window": None}, ""),
+    ],
+)
+def test_what_only_masks_would_hide_is_found(config: dict[str, Any], text: str) -> None:
+    sees_all = foreign._LayerAttention(2, 16, 0.25, window=0, softcap=0.0)
+    assert foreign._hidden_by_masks(SimpleNamespace(**config), [sees_all]) == text
 
 
 def test_batch_invariance_is_not_promised(tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ def test_extreme_numbers(one: Kernels) -> None:
 
 
 @needs_them
+def test_what_is_no_number_stays_none(one: Kernels) -> None:
+    """Whoever samples sees it (and its neighbours see nothing of it)."""
+    from common.handoff import KVLayout
+
+    both = torch.ones(1, 64)
+    both[0, 3] = both[0, 40] = float("nan")
+    assert one.gated(both, "silu").isnan().nonzero()[:, 1].tolist() == [3, 8]
+    x, weight = torch.randn(5, 70), torch.randn(40, 70)
+    x[2, 65], x[4, 1] = float("nan"), float("inf")
+    for packed in (one.pack(weight), native_kernels(1, "int8").pack(weight), native_kernels(1, "int4").pack(weight)):
+        finite = one.product(x, packed, None).isfinite()
+        assert finite[[0, 1, 3]].all()
+        assert not finite[[2, 4]].any()
+    for softcap in (0.0, 5.0):
+        cache = KVCache(KVLayout("m", 1, 1, 16, 8, "float32"), 4, CPU)
+        cache.layers[0].copy_(torch.randn(cache.layers[0].shape))
+        cache.layers[0][1, 0, 4] = float("nan")  # keys at position 12
+        batch = build_batch([(0, SequenceStep("s", [0] * 20, 0, [0, 1, 2]))], 8, CPU)
+        out = one.attention(batch, AttentionShape(1, 0.25, (0,), softcap)).attend(torch.randn(20, 2, 16), cache, 0)
+        assert out.isfinite().all(-1).tolist() == [True] * 12 + [False] * 8
+
+
+@needs_them
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_is_stored_is_rounded_to_the_nearest(several: Kernels, dtype: torch.dtype) -> None:
     rows, places = torch.randn(20, 3, 19), torch.randperm(50)[:20]

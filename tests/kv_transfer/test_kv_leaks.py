@@ -170,7 +170,6 @@ async def test_errors_at_every_state_end_one_handoff_and_leave_nothing(transport
 async def test_r21_stale_writers_never_touch_reused_blocks(transport: str) -> None:
     """Pools of eight blocks, three handoffs at a time, of which many are given up by one side or by both at any
     moment; their blocks go to the next one at once. (For a thousand rounds in memory: `test_kv_failures.py`.)"""
-    rng = random.Random(21)
     async with both(transport, num_blocks=8, staging_bytes=1 << 16, lease_s=10) as (prefill, decode):
         numbers = iter(range(400))
         admission = asyncio.Lock()
@@ -179,6 +178,7 @@ async def test_r21_stale_writers_never_touch_reused_blocks(transport: str) -> No
         async def client() -> None:
             nonlocal given_up
             for number in numbers:
+                rng = random.Random(2100 + number)  # whichever client comes to it, and when
                 name, num_blocks = f"r{number}", rng.randrange(1, 4)
                 async with admission:  # one at a time, until it has its blocks on both sides
                     await until(lambda wanted=num_blocks: min(e.books.num_free for e in (prefill, decode)) >= wanted)
@@ -203,7 +203,7 @@ async def test_r21_stale_writers_never_touch_reused_blocks(transport: str) -> No
         await asyncio.gather(client(), client(), client())
         await until(lambda: prefill.at_baseline and decode.at_baseline)
         assert given_up > 200
-        assert len(decode.joined) > 60
+        assert len(decode.joined) > 80
         for name in decode.joined:
             decode.check(name)
         assert (decode.pool.data == FREE).all(), "something wrote into blocks that it had lost"
